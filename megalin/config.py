@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ import pydantic
 import tomli_w
 
 from megalin.errors import ConfigError
+from megalin.files import read_limited
+from megalin.structured_text import MAX_BYTES, MAX_DEPTH, parse_toml
 
 
 class Config(pydantic.BaseModel):
@@ -24,6 +25,8 @@ class Config(pydantic.BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+_MOST_PROBLEMS = 50
+_LONGEST_VALUE = 200
 
 
 class Renamed(NamedTuple):
@@ -67,7 +70,10 @@ def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT
         return cls.model_validate(dict(values))
     except pydantic.ValidationError as error:
         lines = problems(cls, error)
-        raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(f"  {line}" for line in lines)) from None
+        shown = [f"  {line}" for line in lines[:_MOST_PROBLEMS]]
+        if len(lines) > len(shown):
+            shown.append(f"  ... and {len(lines) - len(shown)} more")
+        raise ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *shown])) from None
 
 
 class NestedConfigError(ValueError):
@@ -84,12 +90,13 @@ def problems(cls: type[Config], error: pydantic.ValidationError) -> list[str]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Reads a TOML file as a dict. Raises ConfigError if it is missing, unreadable or not TOML."""
+    """Reads a TOML file as a dict. Raises ConfigError if it is missing, unreadable, not TOML or beyond the limits of
+    structured_text.py."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_toml(read_limited(Path(path), limit_bytes=MAX_BYTES, follow_links=True).decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file; give the path of a .toml file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
 
 
@@ -111,14 +118,16 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
         key, separator, text = override.partition("=")
         if not separator or not all(part.strip() for part in key.split(".")):
             raise ConfigError(f"override {override!r} is not of the form key=value, for example train.steps=100")
+        if key.count(".") > MAX_DEPTH:
+            raise ConfigError(f"override {override[:80]!r}...: its key has more than {MAX_DEPTH} parts")
         _assign(result, [part.strip() for part in key.split(".")], _read_value(text), override)
     return result
 
 
 def _read_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
@@ -173,7 +182,11 @@ def _describe(cls: type[Config], detail: Any) -> Iterator[str]:
         hint = ""
         if kind == "literal_error" and (present := _present_value(_owner(cls, location[:-1]), location[-1], value)):
             hint = f"; did you mean {present!r}?"
-        yield f"{field} = {value!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}{hint}"
+        yield f"{field} = {_shortened(repr(value))}: {detail['msg'][:1].lower()}{detail['msg'][1:]}{hint}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text):,} characters)"
 
 
 def _key_hint(owner: type[Config] | None, key: str, value: Any) -> str:

@@ -45,12 +45,27 @@ def open_regular(path: Path, *, follow_links: bool) -> io.FileIO:
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    return os.fdopen(_regular(os.open(path, flags), path), "rb", buffering=0)
+
+
+def open_append(path: Path) -> int:
+    """Opens or creates a regular file for appending, never through a link; returns its descriptor.
+
+    Raises:
+        NotRegularFileError: a folder or device.
+        OSError: it cannot be written, or is a link or a pipe.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return _regular(os.open(path, flags, 0o644), path)
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """The open descriptor, if it is of a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         expected = "expected a regular file, found a folder, pipe or device"
         raise NotRegularFileError(errno.EINVAL, expected, str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return descriptor
 
 
 def read_limited(path: Path, *, limit_bytes: int, follow_links: bool) -> bytes:
@@ -133,18 +148,17 @@ def _data_errors(path: Path, remedy: str) -> Iterator[None]:
     except (NotRegularFileError, FileTooLargeError) as error:
         raise DataError(f"{path}: {error.strerror}; {remedy}") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read by user {os.getuid()}: {error.strerror}{_mode(path)}; {remedy}"
-        ) from None
+        reader = f"user {os.getuid()}{_mode(path)}"
+        raise DataError(f"{path}: cannot be read by {reader}: {error.strerror}; {remedy}") from None
 
 
 def _mode(path: Path) -> str:
-    """The owner and the permissions of a file, for messages; empty where they cannot be read."""
+    """Mode and owner of a file as text; empty if its folder cannot be searched."""
     try:
-        status = path.stat()
+        found = os.stat(path)
     except OSError:
         return ""
-    return f" (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):03o})"
+    return f" (mode {stat.S_IMODE(found.st_mode):03o}, owner {found.st_uid})"
 
 
 @contextlib.contextmanager
@@ -178,7 +192,8 @@ def open_temporary(path: Path) -> BinaryIO:
 
 def _open_locked(path: Path) -> BinaryIO:
     """Opens `path` for writing, empty and locked. Raises BlockingIOError where another process has the lock."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+b", 1 << 20)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(_regular(descriptor, path), "r+b", 1 << 20)
     try:
         _lock(file, path)
         os.ftruncate(file.fileno(), 0)
@@ -287,6 +302,10 @@ class FolderInUseError(Exception):
     """A lock that a live process holds; the text names it: pid, host, since when."""
 
 
+_OWNER_BYTES = 4096
+"""Most bytes of a lock's file."""
+
+
 class FolderLock:
     """An exclusive lock on a file, which the kernel releases when its owner dies, however it dies.
 
@@ -296,6 +315,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         """Takes the lock. Raises FolderInUseError (held by a live process, or its file was just removed) or OSError."""
+        self._path, self._created = path, not path.exists()
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -309,18 +329,31 @@ class FolderLock:
         if not _is_file_of(self._descriptor, path):
             os.close(self._descriptor)
             raise FolderInUseError("another process, which has just removed it")
+        self._previous_text = os.pread(self._descriptor, _OWNER_BYTES, 0)
         self.previous_owner = _owner(self._descriptor)
         """The process that died while holding the lock, or None after an orderly release."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        self._replace(self._descriptor, text.encode())
 
     def release(self) -> None:
         """Releases the lock; harmless when it is not held."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             self.close()
+
+    def undo(self) -> None:
+        """Releases the lock and leaves its file as it was found: not there, or with the name of a dead owner."""
+        if self._descriptor is not None and self._created:
+            self._path.unlink()
+        elif self._descriptor is not None:
+            self._replace(self._descriptor, self._previous_text)
+        self.close()
+
+    @staticmethod
+    def _replace(descriptor: int, text: bytes) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text, 0)
 
     def close(self) -> None:
         """Closes this process's copy only: a child made by fork calls it, so as not to hold a dead parent's lock."""
@@ -339,7 +372,7 @@ def _is_file_of(descriptor: int, path: Path) -> bool:
 
 def _owner(descriptor: int) -> str | None:
     try:
-        record = json.loads(os.pread(descriptor, 4096, 0))
+        record = json.loads(os.pread(descriptor, _OWNER_BYTES, 0))
         return f"pid {int(record['pid'])} on {str(record['host'])!r} since {str(record['since'])!r}"
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

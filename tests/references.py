@@ -213,6 +213,8 @@ def ffn(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -
         "relu": z.clamp(min=0.0),
         "silu": z / (1.0 + torch.exp(-z)),
         "gelu": z * 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))),
+        "gelu_tanh": z * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))),
+        "squared_relu": z.clamp(min=0.0) ** 2,
     }
     return active[config.activation] @ weights["down.weight"].T + weights.get("down.bias", 0.0)
 
@@ -249,25 +251,29 @@ def input_sum(weights: Weights, x: Tensor) -> Tensor:
 
 
 def mamba2(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:
+    groups = config.num_groups
     gate, x_in = [x @ part.T for part in weights["zx.weight"]]
-    taps = torch.cat([weights["conv_weight"], weights["bc_conv_weight"]])
-    read = torch.cat([x_in, x @ weights["bc"].T], -1)
+    bc, bc_taps = (weights[name].reshape(-1, weights[name].shape[-1]) for name in ("bc", "bc_conv_weight"))
+    taps = torch.cat([weights["conv_weight"], bc_taps])
+    read = torch.cat([x_in, x @ bc.T], -1)
     padded = torch.cat([read.new_zeros(taps.shape[1] - 1, read.shape[1]), read])
     conv = torch.stack([(padded[t : t + taps.shape[1]] * taps.T).sum(0) for t in range(len(x))])
-    conv = functional.silu(conv + torch.cat([weights["conv_bias"], weights["bc_conv_bias"]]))
-    x_conv, b, c = conv.split([x_in.shape[1], config.state_size, config.state_size], -1)
+    conv = functional.silu(conv + torch.cat([weights["conv_bias"], weights["bc_conv_bias"].flatten()]))
+    x_conv, b, c = conv.split([x_in.shape[1], *[groups * config.state_size] * 2], -1)
     logit = x @ weights["time_step.weight"][0].T + weights["full_precision.step_bias"]
     step = torch.log1p(logit.exp())
     values = x_conv.unflatten(-1, (-1, config.head_dim))  # [T, H, P]
+    heads = values.shape[1] // groups
+    b, c = (y.unflatten(-1, (groups, -1)).repeat_interleave(heads, 1) for y in (b, c))  # [T, H, N]
     rows = []
     for t in range(len(x)):
         total = weights["full_precision.feed_through"][:, None] * values[t]
         for s in range(t + 1):
             decay = torch.exp(-weights["full_precision.a_log"].exp() * step[s + 1 : t + 1].sum(0))
-            total = total + ((c[t] * b[s]).sum() * decay * step[s])[:, None] * values[s]
+            total = total + ((c[t] * b[s]).sum(-1) * decay * step[s])[:, None] * values[s]
         rows.append(total.flatten())
-    normed = norm(torch.stack(rows) * functional.silu(gate), config.norm_eps) * weights["out.norm_weight"]
-    return normed @ weights["out.weight"].T
+    gated = (torch.stack(rows) * functional.silu(gate)).unflatten(-1, (groups, -1))
+    return (norm(gated, config.norm_eps).flatten(1) * weights["out.norm_weight"]) @ weights["out.weight"].T
 
 
 def mamba1(config: Any, weights: Weights, x: Tensor, layer: int, num_layers: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Strict configs: every problem reported with its key, overrides, and text that parses to the same config."""
 
+import os
 import tomllib
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_valid_values_parse():
         ('model.hidden_size="16"', "model.hidden_size = '16': input should be a valid integer"),
         ("model.hidden_size=16.0", "model.hidden_size = 16.0: input should be a valid integer"),
         ("model.hidden_size=0", "model.hidden_size = 0: input should be greater than 0"),
+        ("model.layers.0.repeat=10001", "model.layers.0.repeat = 10001: input should be less than or equal to 10000"),
+        (
+            f"model.hidden_size={'9' * 5000}",
+            f"model.hidden_size = '{'9' * 199}... (5,002 characters): input should be a valid integer",
+        ),
+        (
+            "model.layers=[{sublayers=[{type='tnl',num_heads=4}],repeat=6000},{sublayers=[{type='tnl',num_heads=4}],repeat=6000}]",
+            "model.layers: 12000 blocks with their repetitions; use at most 10000",
+        ),
         ("learning_rate=-1.0", "learning_rate = -1.0: input should be greater than 0"),
         ("model.layers=[]", "model.layers = []: list should have at least 1 item after validation, not 0"),
         (
@@ -201,6 +211,7 @@ def test_later_overrides_win():
         ("model.layers.1.repeat=3", r"override 'model\.layers\.1\.repeat=3': '1' is not an index into 1 elements"),
         ("model.layers.first.repeat=3", "'first' is not an index into 1 elements"),
         ("model.layers.-1.repeat=3", "'-1' is not an index into 1 elements"),
+        (".".join(["a"] * 102) + "=3", r"override 'a\.a.*\.\.\.: its key has more than 100 parts"),
         ("model.hidden_size.x=3", r"override 'model\.hidden_size\.x=3': model\.hidden_size is a value, not a table"),
     ],
 )
@@ -241,3 +252,15 @@ def test_files_are_read_or_named(tmp_path):
         read_toml(binary)
     with pytest.raises(ConfigError, match="not a readable TOML file"):
         read_toml(tmp_path)
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match=r"not a readable TOML file: .*expected a regular file"):
+        read_toml(tmp_path / "pipe.toml")
+    good.write_text("x = " + "[" * 50_000)
+    with pytest.raises(ConfigError, match="not a readable TOML file: nested more than 100 deep"):
+        read_toml(good)
+
+
+def test_many_problems_are_cut():
+    text = message({f"key{number}": 1 for number in range(60)})
+    assert len(text.splitlines()) == 52
+    assert text.endswith("more")

@@ -52,9 +52,11 @@ def test_missing_and_unreadable_files_are_named_with_the_remedy(tmp_path, monkey
 
     with pytest.raises(DataError, match="x: no such file; check --input"):
         read_input(tmp_path / "x", limit_bytes=3, remedy=REMEDY)
-    (tmp_path / "x").touch(mode=0)
+    (tmp_path / "x").touch(0o640)
     monkeypatch.setattr("os.open", deny)
-    with pytest.raises(DataError, match=r"x: cannot be read by user \d+: Permission denied \(owner \d+, mode 000\)"):
+    with pytest.raises(
+        DataError, match=r"x: cannot be read by user \d+ \(mode 640, owner \d+\): Permission denied; check --input"
+    ):
         read_input(tmp_path / "x", limit_bytes=3, remedy=REMEDY)
 
 

@@ -1,12 +1,14 @@
 """MkDocs hook of the documentation's site (mkdocs.yml): pages and files from outside of docs/.
 
-Adds the README as the first page, the changelog, and the help of every command; gives links to other files of the
-repository a copy of the file in the site; lists the pages of a folder in the navigation; and makes anchors as GitHub
-does, so that a page reads the same in both.
+Adds the README as the first page, the changelog, the help of every command, and the reference of the Python API, of
+configs and of layers from their docstrings; gives links to other files of the repository a copy of the file in the
+site; lists the pages of a folder in the navigation; and makes anchors as GitHub does, so that a page reads the same in
+both.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -20,15 +22,37 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
+import megalin
 from megalin.commands.arguments.groups import DATA, GROUPS
 from megalin.commands.arguments.parser import build_parser
 
 ROOT = Path(__file__).parents[1]
+CONFIG_CLASS = re.compile(r"^class ([A-Z]\w*Config)\(", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+")
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Files at the top of the repository that are pages of the site."""
 COMMANDS = "reference/cli.md"
 """Page with the help of every command."""
+
+
+REFERENCES = {
+    "reference/python.md": (
+        "Python API",
+        "The names that `import megalin` gives, and those of `megalin.datasets`. How to use them: "
+        "[Python API](../api.md); `megalin.ops`: [ops](ops.md).",
+    ),
+    "reference/configs.md": (
+        "Config classes",
+        "A run's config as Python classes, which `megalin.Trainer` takes; `megalin.train.config.RunConfig` holds the "
+        "others. All keys with their defaults in one table each: [configuration](../configuration.md).",
+    ),
+    "reference/layers.md": (
+        "Layers",
+        "The modules that models are made of. A mixer's module has its config, the layer and, for most, its own parts; "
+        "[how to add one](../adding-a-mixer.md).",
+    ),
+}
+"""Pages that are made from docstrings: title and first paragraph."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -41,6 +65,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that lie elsewhere, and a copy of each file outside of docs/ that a page links to."""
     files.append(File.generated(config, COMMANDS, content=command_reference()))
+    for page, (title, text) in REFERENCES.items():
+        entries = "".join(f"\n::: {name}\n" for name in reference_names(page))
+        files.append(File.generated(config, page, content=f"# {title}\n\n{text}\n{entries}"))
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
     copies = {path for page in files.documentation_pages() for path in _linked(page) if _is_copied(path)}
@@ -68,6 +95,34 @@ def command_reference() -> str:
             names = (*words, command.name)
             sections.append(f"\n## megalin {' '.join(names)}\n\n```text\n{_help(*names)}```\n")
     return "".join(sections)
+
+
+def reference_names(page: str) -> list[str]:
+    """The objects that a page of REFERENCES documents, without importing them."""
+    if page == "reference/python.md":
+        exported = ast.literal_eval(_datasets_names())
+        own = [f"megalin.{name}" for name in megalin.__all__ if name not in ("datasets", "ops")]
+        return [*own, *(f"megalin.datasets.{name}" for name in exported)]
+    if page == "reference/configs.md":
+        found = [
+            f"{_module(path)}.{name}"
+            for folder in ("train", "data", "model", "optim", "parallel", "checkpoint")
+            for path in sorted((ROOT / "megalin" / folder).glob("*.py"))
+            for name in CONFIG_CLASS.findall(path.read_text("utf-8"))
+        ]
+        return sorted(found, key=lambda name: not name.endswith(".RunConfig"))
+    layers = (ROOT / "megalin/layers").rglob("*.py")
+    return [_module(path) for path in sorted(layers) if path.name != "__init__.py"]
+
+
+def _datasets_names() -> str:
+    """The list `__all__` of megalin.datasets as text."""
+    text = (ROOT / "megalin/datasets.py").read_text("utf-8")
+    return text.partition("__all__ = ")[2].partition("]")[0] + "]"
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def _help(*command: str) -> str:

@@ -96,7 +96,7 @@ def load(
         raise ConfigError(f"{folder}: not a run folder, it has no {CONFIG_NAME}; give one that `megalin train` made")
     run, checkpoint = open_run(folder, step=step)
     config, place = _decoder(run.model, f"{folder}: its model"), read_device(device)
-    tokenizer = None if run.data.tokenizer is None else load_tokenizer(run.data.tokenizer)
+    tokenizer = None if run.data.tokenizer is None else load_tokenizer(run.data.tokenizer, run.data.eod_token)
     model = load_whole_model(config, run.train, checkpoint, place, dtype=None if dtype is None else read_dtype(dtype))
     return CausalLM(model, tokenizer=tokenizer, max_positions=max_positions(run, config)).eval()
 

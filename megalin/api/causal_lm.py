@@ -135,6 +135,7 @@ class CausalLM(nn.Module):
         seed: int = 0,
         batch_size: int = 16,
         stop_ids: Sequence[int] | None = None,
+        special_tokens: bool = False,
     ) -> PromptT:
         """Continues prompts, in eval mode and without gradients; a CUDA graph a token on GPUs.
 
@@ -150,6 +151,7 @@ class CausalLM(nn.Module):
             batch_size: prompts decoded together.
             stop_ids: ids that end a text, and are not part of it; None: the tokenizer's end of document, if there is a
                 tokenizer.
+            special_tokens: put the ids before each text that its tokenizer.json adds there, such as BOS.
 
         Raises:
             ConfigError: text without a tokenizer, an empty prompt, an id beyond the vocabulary, a parameter out of
@@ -157,7 +159,7 @@ class CausalLM(nn.Module):
         """
         if stop_ids is None:
             stop_ids = () if self.tokenizer is None else (self.tokenizer.eod_id,)
-        given = prompt_ids(prompts, self.tokenizer, stop_ids=stop_ids)
+        given = prompt_ids(prompts, self.tokenizer, stop_ids=stop_ids, special_tokens=special_tokens)
         sources = [Prompt("", f"prompt {number}", {}) for number in range(len(given.ids))]
         check_prompts(sources, given.ids, max_tokens=max_tokens, positions=self.max_positions)
         was_training = self.training

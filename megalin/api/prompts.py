@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError
+from megalin.generation.prompts import encode_prompts
 
 PromptT = TypeVar("PromptT", str, list[str], list[int], list[list[int]], Tensor)
 """A text, texts, ids, lists of ids, or ids as a tensor [T] or [B, T]."""
@@ -23,11 +24,13 @@ class PromptIds(NamedTuple):
     """Turns a completion of each prompt, as ids, into the kind of the prompts."""
 
 
-def prompt_ids(prompts: Any, tokenizer: Tokenizer | None, *, stop_ids: Sequence[int]) -> PromptIds:
-    """The ids of prompts of any kind.
+def prompt_ids(
+    prompts: Any, tokenizer: Tokenizer | None, *, stop_ids: Sequence[int], special_tokens: bool = False
+) -> PromptIds:
+    """The ids of prompts of any kind; `special_tokens` of texts as in `encode_prompts`.
 
     Raises:
-        ConfigError: texts without a tokenizer, or prompts of another kind.
+        ConfigError: texts without a tokenizer, prompts of another kind, or special tokens where there are none.
     """
     if isinstance(prompts, Tensor):
         return _of_tensor(prompts, stop_ids)
@@ -40,7 +43,7 @@ def prompt_ids(prompts: Any, tokenizer: Tokenizer | None, *, stop_ids: Sequence[
                 "megalin.datasets.load_tokenizer(PATH)"
             )
         decode = tokenizer.decode
-        ids = tokenizer.encode_batch(several)
+        ids = encode_prompts(tokenizer, several, special_tokens=special_tokens)
         return PromptIds(ids, lambda found: decode(found[0]) if single else [decode(each) for each in found])
     if not isinstance(several, list | tuple) or not all(_are(each, int) for each in several):
         raise ConfigError(

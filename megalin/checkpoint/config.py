@@ -13,7 +13,8 @@ class CheckpointConfig(Config):
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between checkpoints; left out: only after the last step and `keep_steps`."""
     keep_latest: int | None = pydantic.Field(default=None, ge=1)
-    """Number of newest checkpoints to keep besides those of `keep_steps`; left out: all."""
+    """Number of newest valid checkpoints to keep besides those of `keep_steps`; left out: all. Before an older one is
+    removed, the files of those that stay are verified, once each."""
     keep_steps: list[int] = pydantic.Field(default=[])
     """Steps whose checkpoints are saved and stay, from which other runs branch (train.branch_from)."""
 

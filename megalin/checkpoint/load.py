@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as engine_load
 
 from megalin.checkpoint.index import DTYPE_NAMES, Index
-from megalin.checkpoint.manifest import Checkpoint, directory_step, file_problems, read_manifest, step_directory
+from megalin.checkpoint.manifest import Checkpoint, directory_step, step_directory
 from megalin.checkpoint.storage import SafetensorsReader, header_problems
+from megalin.checkpoint.verification import check_directory
 from megalin.errors import CheckpointError, MegalinError
 from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, world_size
+from megalin.slow_work import slow_work
 
 _VOCABULARY = "embedding.weight"
 _log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ def newest(root: str | Path) -> Checkpoint | None:
     root = Path(root)
     problems = []
     for step in reversed(saved_steps(root)):
-        checked = _check_directory(root / step_directory(step))
+        checked = check_directory(root / step_directory(step))
         if isinstance(checked, Checkpoint):
             return checked
         problems.append(checked)
@@ -70,7 +72,7 @@ def of_step(root: str | Path, step: int) -> Checkpoint:
         verb = "are" if below and above else "is"
         hint = f"nearest {verb} {nearest}" if nearest else "there is none yet; train the run first (megalin train)"
         raise CheckpointError(f"{root}: no checkpoint of step {step}; {hint}")
-    checked = _check_directory(root / step_directory(step))
+    checked = check_directory(root / step_directory(step))
     if isinstance(checked, Checkpoint):
         return checked
     raise CheckpointError(f"{checked}; restore it, or choose another step")
@@ -88,17 +90,6 @@ def _steps(root: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def _check_directory(directory: Path) -> Checkpoint | str:
-    """The checkpoint in a directory, or the reason why it is not valid. A broadcast and an all-gather."""
-    try:
-        manifest = on_rank_zero(partial(read_manifest, directory))
-        found = on_every_rank(partial(file_problems, directory, manifest, part=rank(), num_parts=world_size()))
-    except MegalinError as error:
-        found = [[str(error)]]
-    reasons = [reason for of_rank in found for reason in of_rank]
-    return f"{directory}: {'; '.join(reasons)}" if reasons else Checkpoint(directory, manifest)
-
-
 def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Sequence[str] = ()) -> None:
     """Fills `tensors` in place from the checkpoint; all ranks call it. Works without a process group too.
 
@@ -113,7 +104,7 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
             another shape or dtype, and every file that does not match the index.
     """
     indices: list[Index] = []
-    checks = on_every_rank(partial(_check, checkpoint, tensors, ignore, indices))
+    checks = on_every_rank(partial(_check, checkpoint, tensors, ignore, indices), _Check)
     problems = dict.fromkeys(problem for check in checks for problem in check.problems)
     unused = set.intersection(*(set(check.left_over) for check in checks))
     problems |= dict.fromkeys(checks[0].left_over[name] for name in checks[0].left_over if name in unused)
@@ -121,7 +112,8 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, ignore: Seque
         raise CheckpointError(
             f"{checkpoint.path} does not fit the model:\n" + "\n".join(f"  {line}" for line in problems)
         )
-    on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
+    with slow_work(f"loading {checkpoint.path}", shown=rank() == 0):
+        on_every_rank(partial(_read, checkpoint, tensors, indices[0]))
 
 
 class _Check(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from megalin.checkpoint.index import FILE_NAME_PATTERN, INDEX_FILE, Index, first
 from megalin.config import Config
 from megalin.errors import CheckpointError
 from megalin.files import FileTooLargeError, open_regular, read_limited
+from megalin.structured_text import parse_json
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "train_state.json"
@@ -65,8 +65,8 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """The JSON state saved with the tensors. Raises CheckpointError if the file is no longer intact."""
         try:
-            state = json.loads(self._read(STATE_FILE))
-        except (ValueError, RecursionError) as error:
+            state = parse_json(self._read(STATE_FILE))
+        except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{self.path / STATE_FILE}: not JSON: {error}") from None

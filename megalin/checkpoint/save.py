@@ -1,8 +1,9 @@
 """Atomic saving: a new temporary directory, every file synced, the manifest last, then one rename.
 
-A save runs five object collectives on the default group at any size: a broadcast (whether to start), torch's gather
-and scatter of plans and its gather and broadcast of results. They carry an error of any rank; after one, another
-broadcast sends the free space.
+A save runs five collectives of objects on the default group at any size: rank 0's message (whether to start), torch's
+gather and scatter of plans and its gather and broadcast of results, which torch pickles. They carry an error of any
+rank; after one, another message sends the free space. Before checkpoints are removed, those that stay are verified
+(verification.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from megalin.checkpoint.manifest import (
     step_directory,
 )
 from megalin.checkpoint.storage import FILE_BYTES, SafetensorsWriter
+from megalin.checkpoint.verification import VerifiedCheckpoints
 from megalin.errors import CheckpointError, StorageError
 from megalin.files import FolderInUseError, FolderLock, remove, sync_directory, write_new
 from megalin.parallel.agreement import distributed, on_rank_zero, rank
@@ -51,6 +53,7 @@ def save(
     state: Mapping[str, Any],
     keep_latest: int | None = None,
     keep_steps: Collection[int] = (),
+    verified: VerifiedCheckpoints | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
     """Publishes `root/step-<step>`; all ranks call it, with the same root on a shared file system.
@@ -62,8 +65,10 @@ def save(
         tensors: by global name. A DTensor is saved once, however often it is replicated; so is a plain tensor, which
             must be equal on all ranks that have the name.
         state: JSON values; rank 0's are saved.
-        keep_latest: number of checkpoints up to this step to keep; older ones are removed after this one is published.
+        keep_latest: number of valid checkpoints up to this step to keep; older ones are removed after this one is
+            published. A damaged one does not count, so it never replaces a valid one.
         keep_steps: steps whose checkpoints are neither removed nor counted.
+        verified: remembers checkpoints between saves, so that each is hashed once.
         file_bytes: largest size of a file.
 
     Returns:
@@ -82,12 +87,12 @@ def save(
     target = Path(root) / step_directory(step)
     locks: list[FolderLock] = []
     try:
-        temporary = on_rank_zero(partial(_begin, target, locks))
+        temporary = on_rank_zero(partial(_begin, target, locks), Path | None)
         if temporary is not None:
             publish = partial(_publish, temporary, target, step, document)
             _write(tensors, SafetensorsWriter(temporary, publish, file_bytes=file_bytes), temporary)
-            if rank() == 0 and keep_latest is not None:
-                _prune(target, step, keep_latest, keep_steps)
+            if keep_latest is not None:
+                _prune(target, step, keep_latest, keep_steps, verified or VerifiedCheckpoints())
     finally:
         for lock in locks:
             lock.release()
@@ -189,17 +194,42 @@ def _publish(temporary: Path, target: Path, step: int, document: bytes, files: d
         sync_directory(target.parent)
 
 
-def _prune(target: Path, step: int, keep_latest: int, keep_steps: Collection[int]) -> None:
-    """Removes all but `keep_steps` and the newest `keep_latest` of the other checkpoints up to this step; later ones
-    (another run's past) stay."""
+def _prune(
+    target: Path, step: int, keep_latest: int, keep_steps: Collection[int], verified: VerifiedCheckpoints
+) -> None:
+    """Removes the checkpoints up to this step that are older than the newest `keep_latest` valid ones, but none of
+    `keep_steps`; later ones (another run's past) stay. All ranks call it."""
+    past = on_rank_zero(partial(_past_steps, target.parent, step, keep_steps))
+    if len(past) <= keep_latest:
+        return
+    valid, removable = 0, list(past)
+    while removable and valid < keep_latest:
+        problem = verified.problem(target.with_name(step_directory(removable.pop(0))))
+        if problem is None:
+            valid += 1
+        elif rank() == 0:
+            _log.warning("checkpoint not counted among the %d to keep: %s", keep_latest, problem)
+    if rank() == 0:
+        _remove([target.with_name(step_directory(number)) for number in removable])
+
+
+def _past_steps(root: Path, step: int, keep_steps: Collection[int]) -> list[int]:
+    """Steps of the checkpoints up to this one without `keep_steps`, newest first; empty if the folder is unreadable."""
     try:
-        steps = (directory_step(entry.name) for entry in target.parent.iterdir())
-        past = {number for number in steps if number is not None and number <= step}
-        for number in sorted(past.difference(keep_steps), reverse=True)[keep_latest:]:
-            old = target.with_name(step_directory(number))
-            # Renamed first: a half-removed directory must not look like a checkpoint.
-            doomed = old.with_name(f"{_TEMPORARY_PREFIX}pruned-{old.name}-{secrets.token_hex(4)}")
+        steps = [directory_step(entry.name) for entry in root.iterdir()]
+    except OSError as error:
+        _log.warning("%s: old checkpoints could not be listed: %s", root, error)
+        return []
+    return sorted({number for number in steps if number is not None and number <= step} - {*keep_steps}, reverse=True)
+
+
+def _remove(directories: Sequence[Path]) -> None:
+    for old in directories:
+        # Renamed first: a half-removed directory must not look like a checkpoint.
+        doomed = old.with_name(f"{_TEMPORARY_PREFIX}pruned-{old.name}-{secrets.token_hex(4)}")
+        try:
             os.rename(old, doomed)
             remove(doomed)
-    except OSError as error:
-        _log.warning("%s: an old checkpoint could not be removed: %s", target.parent, error)
+        except OSError as error:
+            _log.warning("%s: an old checkpoint could not be removed: %s", old.parent, error)
+            return

@@ -29,6 +29,7 @@ from megalin.evaluation.suites import (
 )
 from megalin.evaluation.task_names import split_name
 from megalin.launch import launched
+from megalin.terminal_output import terminal
 
 SUITES = ("loss", "choices", *OTHER_SUITES)
 _TABLE_WIDTH = 140  # where the output is not a terminal
@@ -107,7 +108,7 @@ def _print(step: int | None, results: StepResults) -> None:
     if results.loss is not None:
         print("\n".join(results.loss.report_lines()))
     for suite, tasks in results.tasks.items():
-        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(suite, tasks))
+        Console(file=terminal(), width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(suite, tasks))
 
 
 def _table(suite: str, results: Mapping[str, TaskResult]) -> Table:

@@ -21,13 +21,14 @@ from megalin.errors import ConfigError
 from megalin.files import open_input, open_temporary, publish, storage_errors
 from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
 from megalin.generation.generate_on_mesh import num_rounds
-from megalin.generation.prompts import Prompt, check_prompts, read_prompts
+from megalin.generation.prompts import Prompt, check_prompts, encode_prompts, read_prompts
 from megalin.generation.sampling import check_sampling
 from megalin.launch import launched
 from megalin.model.build import check_divisions
 from megalin.parallel.agreement import on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.terminal_output import terminal
 from megalin.train.open_run import selected_steps
 
 STANDARD_INPUT = "-"
@@ -61,11 +62,11 @@ def _checked_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: Mesh) -> None:
     """Runs the command on a mesh, all ranks of which call it; rank 0 reads the prompts and writes the texts."""
-    prompts = on_rank_zero(partial(_prompts, arguments))
+    prompts = on_rank_zero(partial(_prompts, arguments), list[Prompt])
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)
-    ids = first.tokenizer.encode_batch([prompt.text for prompt in prompts])
+    ids = encode_prompts(first.tokenizer, [prompt.text for prompt in prompts], special_tokens=arguments.special_tokens)
     check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=first.positions)
     runs = chain([first], (open_for_generation(arguments.folder, step=step) for step in steps[1:]))
     total = len(steps) * num_rounds(len(prompts), arguments.batch_size, mesh.samples) * arguments.max_tokens
@@ -141,7 +142,7 @@ def _output(path: Path | None) -> Iterator[BinaryIO]:
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Yields a callback that adds to the number of tokens that each sequence has, shown on a terminal's stderr."""
-    console = Console(stderr=True)
+    console = Console(file=terminal(stderr=True))
     if not shown or not console.is_terminal:
         yield lambda _: None
         return

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from megalin.inspection.figures import write_figures
 from megalin.inspection.inspect_run import Inspection, Layer, inspect_run, inspection_path
 from megalin.inspection.statistics import quantiles
+from megalin.terminal_output import terminal
 
 _TABLE_WIDTH = 170  # where the output is not a terminal
 
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result.values(), allow_nan=False))
         return 0
     print(f"step {result.step}, {result.num_samples} samples of {result.split}, {result.num_tokens:,} tokens")
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(result))
+    Console(file=terminal(), width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(result))
     print(f"{path}: all numbers" + (f"; {figures[0].parent}: {len(figures)} figures" if figures else ""))
     return 0
 

@@ -17,6 +17,7 @@ from megalin.ladder.state import check_unchanged
 from megalin.ladder.table import PLAN_HEAD, STATUS_HEAD, epoch_line, plan_rows, status_notes, status_rows
 from megalin.ladder.worker import run_ladder
 from megalin.planner.hardware import hardware_named
+from megalin.terminal_output import terminal
 
 _TABLE_WIDTH = 220  # where the output is not a terminal
 
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder or Path("runs") / arguments.ladder.stem
     rungs = _selected(arguments, make_rungs(ladder))
     check_unchanged(ladder, folder)
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    console = Console(file=terminal(), soft_wrap=True, width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     if arguments.status:
         _print(console, STATUS_HEAD, status_rows(folder, rungs))
         for line in status_notes(folder, rungs):

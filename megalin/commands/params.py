@@ -17,6 +17,7 @@ from megalin.model.build import make_model
 from megalin.model.config import parse_model
 from megalin.model.counts import Counts, count
 from megalin.model.presets import load_preset, preset_families, preset_names
+from megalin.terminal_output import terminal
 
 DEFAULT_LENGTH = 8192
 """Tokens per sequence of a preset."""
@@ -97,7 +98,7 @@ def _print_presets(length: int, *, as_json: bool) -> None:
         first = family if family != shown else ""
         table.add_row(first, preset.name, _short(counted.parameters, "parameters"), state, source)
         shown = family
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
+    Console(file=terminal(), width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
     print("state: bytes of a sequence's state in decoding, fp32, before its first token (caches of softmax attention")
     print("grow from 0; an encoder has none). megalin params PRESET counts a model in full.")
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
 
+from megalin.terminal_output import terminal
+
 Report = Callable[[str, int, int | None], None]
 """Called with the name of a piece of work, the number of its finished parts, and of all if it is known."""
 _LINE_SECONDS = 10.0
@@ -29,7 +31,7 @@ def progress_bars(*, shown: bool = True) -> Iterator[Report]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), Remaining())
     bars = dict[str, TaskID]()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(file=terminal(stderr=True)), transient=True) as progress:
 
         def report(name: str, done: int, total: int | None) -> None:
             if name not in bars:

@@ -16,6 +16,7 @@ from megalin.sweep.progress import Status
 from megalin.sweep.results import Result, goal_value
 from megalin.sweep.runner import run_sweep
 from megalin.sweep.table import markdown, notes, search_table, table
+from megalin.terminal_output import terminal
 
 _TABLE_WIDTH = 200  # where the output is not a terminal
 
@@ -23,7 +24,7 @@ _TABLE_WIDTH = 200  # where the output is not a terminal
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
     width = None if sys.stdout.isatty() else _TABLE_WIDTH
-    sweep, console = read_sweep(arguments.sweep), Console(soft_wrap=True, width=width)
+    sweep, console = read_sweep(arguments.sweep), Console(file=terminal(), soft_wrap=True, width=width)
 
     def on_result(result: Result, left: int, results: list[Result]) -> None:
         found = f", best {goal_value(sweep, result):.4g} at step {result.best['step']}" if result.best else ""

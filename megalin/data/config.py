@@ -99,9 +99,9 @@ class DataConfig(Config):
     """Verification of the shards at the start of a run: all bytes of each .idx, and of each .bin all 16 MiB blocks
     ("full") or up to 64 chosen by the file's name ("sample": at most 10 seconds and 16 GiB a host) are read again and
     compared with the digests in the shard's manifest, in the run folder and in the checkpoint."""
-    workers: int = pydantic.Field(default=2, ge=1)
+    workers: int = pydantic.Field(default=2, ge=1, le=1024)
     """Threads per rank that read samples ahead."""
-    read_ahead_steps: int = pydantic.Field(default=1, ge=1)
+    read_ahead_steps: int = pydantic.Field(default=1, ge=1, le=1024)
     """Number of steps whose samples are read in advance."""
 
     @pydantic.model_validator(mode="after")

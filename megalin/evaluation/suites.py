@@ -177,7 +177,7 @@ class _Evaluator:
 
     def run(self, checkpoint: Checkpoint) -> StepResults:
         """Evaluates a checkpoint; a collective."""
-        earlier = on_rank_zero(partial(self._finished, checkpoint))
+        earlier = on_rank_zero(partial(self._finished, checkpoint), dict[str, dict[str, TaskResult]])
         loss, step = None, checkpoint.manifest.step
         scored = {
             suite.name

@@ -75,6 +75,6 @@ def _batch_size(num_prompts: int, batch_size: int, ranks: Axis) -> int:
 
 def _rounds(completions: Iterator[Completion], size: int, rounds: int) -> Iterator[Completion]:
     for _ in range(rounds):
-        ranks = on_every_rank(lambda: list(islice(completions, size)))
+        ranks = on_every_rank(lambda: list(islice(completions, size)), list[Completion])
         found = {each.number: each for of_rank in ranks for each in of_rank}  # equal on a tensor-parallel axis
         yield from (found[number] for number in sorted(found))

@@ -1,4 +1,4 @@
-"""Prompts of a JSON Lines file, and the checks that they pass before any work starts."""
+"""Prompts of a JSON Lines file, their ids, and the checks that they pass before any work starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megalin.errors import ConfigError, DataError
 
 MOST_PROBLEMS = 8
@@ -56,6 +57,29 @@ def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
 def _is_unicode(text: str) -> bool:
     """False where a JSON escape made half of a surrogate pair, which no tokenizer can encode."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+    """The ids of texts to continue.
+
+    Args:
+        special_tokens: put the ids before each that tokenizer.json adds before a text, such as BOS, for a model whose
+            documents were made so (`megalin data preprocess --special-tokens`). Ids that it adds after a text, such as
+            the end of a sentence, would end the text to continue, and are left out.
+
+    Raises:
+        ConfigError: special tokens of a tokenizer that adds none before a text.
+    """
+    ids = tokenizer.encode_batch(list(texts))
+    if not special_tokens:
+        return ids
+    first = tokenizer.leading_special_ids() if isinstance(tokenizer, HuggingFaceTokenizer) else []
+    if not first:
+        raise ConfigError(
+            "special tokens before the prompts: this tokenizer adds none before a text; leave --special-tokens "
+            "(special_tokens=True) out"
+        )
+    return [[*first, *each] for each in ids]
 
 
 def check_prompts(

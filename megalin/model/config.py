@@ -13,13 +13,16 @@ from megalin.layers.linear_attention import PositionedAttentionConfig
 from megalin.layers.mixers.base import SublayerConfig
 from megalin.layers.norms import NormKind
 
+MAX_BLOCKS = 10_000
+"""Largest number of blocks of a model; every one is a module of each rank's plan."""
+
 
 class BlockConfig(Config):
     """One kind of block, and its number of repetitions."""
 
     sublayers: list[SublayerConfig] = pydantic.Field(min_length=1)
     """The mixers of the block in order: token mixers and channel mixers, each with its norm and residual rule."""
-    repeat: int = pydantic.Field(default=1, ge=1)
+    repeat: int = pydantic.Field(default=1, ge=1, le=MAX_BLOCKS)
     """Number of such blocks in a row."""
 
     @pydantic.model_validator(mode="after")
@@ -44,9 +47,9 @@ class BlockConfig(Config):
 class StackConfig(Config):
     """Base of the models' configs: vocabulary, width and blocks."""
 
-    vocab_size: int = pydantic.Field(gt=0)
+    vocab_size: int = pydantic.Field(gt=0, le=2_000_000_000)
     """Number of token ids. The table is padded to a multiple of 128 rows; the padding is masked and not counted."""
-    hidden_size: int = pydantic.Field(gt=0)
+    hidden_size: int = pydantic.Field(gt=0, le=1_000_000)
     """Width D of the residual stream."""
     layers: list[BlockConfig] = pydantic.Field(min_length=1)
     """The blocks, first to last."""
@@ -64,6 +67,13 @@ class StackConfig(Config):
     hidden_dropout, fairseq's dropout (HGRN2's WikiText-103 script: 0.1, with embedding_dropout 0.1). Only in training.
     Masks are functions of train.seed and a sample's number in the run, equal on every mesh. Attention probabilities
     have no dropout: no kernel of a library takes such a mask."""
+
+    @pydantic.field_validator("layers")
+    @classmethod
+    def _has_a_sane_number_of_blocks(cls, layers: list[BlockConfig]) -> list[BlockConfig]:
+        if (total := sum(block.repeat for block in layers)) > MAX_BLOCKS:
+            raise ValueError(f"{total} blocks with their repetitions; use at most {MAX_BLOCKS}")
+        return layers
 
     @property
     def num_layers(self) -> int:

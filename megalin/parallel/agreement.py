@@ -12,14 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalin import errors
 from megalin.errors import MegalinError, StorageError
+from megalin.parallel.messages import broadcast_bytes, decode, encode, gather_bytes
 
 ResultT = TypeVar("ResultT")
 
+_ERRORS: dict[str, type[MegalinError]] = {
+    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MegalinError)
+}
 
-class _Failure(NamedTuple):
-    kind: type[MegalinError]
-    message: str
+
+class _Outcome(NamedTuple):
+    result: Any
+    error: MegalinError | None
 
 
 def distributed() -> bool:
@@ -37,38 +43,43 @@ def world_size() -> int:
     return dist.get_world_size() if distributed() else 1
 
 
-def on_rank_zero(work: Callable[[], ResultT]) -> ResultT:
-    """Runs `work` on rank 0; every rank returns its result. One broadcast.
+def on_rank_zero(work: Callable[[], ResultT], kind: Any = None) -> ResultT:
+    """Runs `work` on rank 0; every rank returns its result. One message (two broadcasts).
+
+    Args:
+        kind: the type of a result that is not plain JSON, as in `messages.encode`.
 
     Raises:
         MegalinError: on every rank when `work` raised one on rank 0 (an OSError as StorageError).
     """
-    outcome = [_attempt(work) if rank() == 0 else None]
+    outcome = _attempt(work) if rank() == 0 else None
     if distributed():
-        dist.broadcast_object_list(outcome, src=0)
-    result: Any = outcome[0]
-    if isinstance(result, _Failure):
-        raise result.kind(result.message)
-    return result
+        outcome = _decode(broadcast_bytes(None if outcome is None else _encode(outcome, kind)), kind)
+    assert outcome is not None
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.result
 
 
-def on_every_rank(work: Callable[[], ResultT]) -> list[ResultT]:
-    """Runs `work` on every rank; every rank returns all results by rank. One all-gather.
+def on_every_rank(work: Callable[[], ResultT], kind: Any = None) -> list[ResultT]:
+    """Runs `work` on every rank; every rank returns all results by rank. One message (two all-gathers).
+
+    Args:
+        kind: as in `on_rank_zero`.
 
     Raises:
         MegalinError: on every rank when any rank's `work` raised one (an OSError as StorageError); names the ranks.
     """
-    mine = _attempt(work)
-    outcomes: list[Any] = [mine]
+    outcomes = [_attempt(work)]
     if distributed():
-        outcomes = [None] * world_size()
-        dist.all_gather_object(outcomes, mine)
-    failures = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)]
+        outcomes = [_decode(data, kind) for data in gather_bytes(_encode(outcomes[0], kind), None)]
+    failures = [(number, outcome.error) for number, outcome in enumerate(outcomes) if outcome.error is not None]
     if failures:
-        if len(failures) == len(outcomes) and len({failure.message for _, failure in failures}) == 1:
-            raise failures[0][1].kind(failures[0][1].message)
-        raise failures[0][1].kind("\n".join(f"rank {number}: {failure.message}" for number, failure in failures))
-    return outcomes
+        first = failures[0][1]
+        if len(failures) == len(outcomes) and len({str(error) for _, error in failures}) == 1:
+            raise first
+        raise type(first)("\n".join(f"rank {number}: {error}" for number, error in failures))
+    return [outcome.result for outcome in outcomes]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -96,19 +107,29 @@ def gather_over_ranks(values: Tensor) -> Tensor:
     return torch.stack(gathered)
 
 
-def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks. Two all-gathers on the CPU, without pickled objects."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-    sizes = gather_over_ranks(torch.tensor([len(data)])).flatten().tolist()
-    padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
-    rows = gather_over_ranks(padded)
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _attempt(work: Callable[[], ResultT]) -> ResultT | _Failure:
+def _attempt(work: Callable[[], Any]) -> _Outcome:
     try:
-        return work()
+        return _Outcome(work(), None)
     except MegalinError as error:
-        return _Failure(type(error), str(error))
+        return _Outcome(None, error)
     except OSError as error:
-        return _Failure(StorageError, str(error))
+        return _Outcome(None, StorageError(str(error)))
+
+
+def _encode(outcome: _Outcome, kind: Any) -> bytes:
+    """A byte that is 1 for an error, then the result or the error's class and text as JSON."""
+    if outcome.error is None:
+        return b"\0" + encode(outcome.result, kind)
+    return b"\1" + encode([_error_name(outcome.error), str(outcome.error)])
+
+
+def _decode(data: bytes, kind: Any) -> _Outcome:
+    if data[:1] == b"\0":
+        return _Outcome(decode(data[1:], kind), None)
+    name, text = decode(data[1:])
+    return _Outcome(None, _ERRORS[name](text))
+
+
+def _error_name(error: MegalinError) -> str:
+    """The name of the error's class, or of the class in errors.py that it derives from."""
+    return next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -35,15 +34,6 @@ class Axis:
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Longest time that a rank of a run waits for another one in a collective."""
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value, in rank order of the group; without a group only this process's."""
-    if group is None:
-        return [value]
-    values = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 SYNCHRONOUS_DEVICES = frozenset({"cpu"})

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megalin.parallel.agreement import rank
 from megalin.parallel.tensor_parallel import assign
+from megalin.slow_work import slow_work
 
 FillFunction = Callable[[Tensor, torch.Generator], object]
 """Fills a full fp32 tensor in place from a generator."""
@@ -58,9 +60,16 @@ class Initializer:
 def init_weights(model: nn.Module, seed: int) -> None:
     """Fills all parameters and buffers of a materialised `model` by the `init_weights(initializer)` of its modules.
 
-    Children come before their parents, which may derive buffers from the children's weights.
+    Children come before their parents, which may derive buffers from the children's weights. The first rank prints
+    its progress if that takes more than two seconds.
     """
     initializer = Initializer(seed)
-    for name, module in reversed(list(model.named_modules())):
-        if hasattr(module, "init_weights"):
-            module.init_weights(initializer.child(name))
+    modules = list(model.named_modules())
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    filled = 0
+    with slow_work("initialising the weights", shown=rank() == 0) as report:
+        for name, module in reversed(modules):
+            if hasattr(module, "init_weights"):
+                module.init_weights(initializer.child(name))
+            filled += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            report(filled / max(elements, 1))

@@ -207,6 +207,44 @@ class NormedRowParallelLinear(RowParallelLinear):
         return ((wide - mean) * deviation * weight + bias).to(x.dtype)
 
 
+class GroupNormedRowParallelLinear(RowParallelLinear):
+    """y = (norm(x) * weight) W^T, an RMSNorm over each of `groups` equal parts of the width, each whole on one rank.
+
+    The norms need no collective. They do not commute with the matrix, so they are computed before it, in fp32 (fp64).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        groups: int,
+        eps: float,
+        tp: TensorParallel,
+        std: float,
+        name: str,
+    ) -> None:
+        """Raises ConfigError where `in_features`, called `name` in the message, does not divide."""
+        super().__init__(in_features, out_features, tp=tp, std=std, name=name)
+        assert in_features % groups == 0, (in_features, groups)
+        assert groups % tp.size == 0, (groups, tp.size)
+        self.group_size, self.eps = in_features // groups, eps
+        self.norm_weight = tp.parameter(in_features, shard_dim=0)
+
+    def init_weights(self, initializer: Initializer) -> None:
+        """Draws the weight from N(0, std^2); the norm's weight is one."""
+        super().init_weights(initializer)
+        initializer(self.norm_weight, "norm_weight", constant(1.0))
+
+    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
+        """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
+        wide = compute_dtype(x)
+        product = (x.to(wide) + factor * skip.to(wide)) * functional.silu(gate.to(wide))
+        parts = product.unflatten(-1, (-1, self.group_size))  # [B, T, groups/tp, in/groups]
+        normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
+        return self.forward((normed.flatten(-2) * local(self.norm_weight).to(wide)).to(x.dtype))
+
+
 class LowRankLinear(nn.Module):
     """y = x W_down^T W_up^T with rank `rank`: W_down is replicated and computed on every rank, W_up is sharded.
 

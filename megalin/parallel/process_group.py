@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import socket
@@ -17,7 +18,8 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from megalin.errors import ConfigError, RankFailedError
 from megalin.launch import Launch, launched
-from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, gather_objects
+from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
+from megalin.parallel.messages import gather_values
 from megalin.parallel.rank_failures import Rendezvous, default_rendezvous, liveness_responder, report_failed_ranks
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -116,15 +118,39 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:  # type: igno
     """torchrun's store, or rank 0's, which unlike torch's own rendezvous does not block until all ranks connect."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return next(torch_rendezvous("env://", timeout=timeout))[0]
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = _loopback_listener(address, port) if launch.rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        address,
+        port,
         launch.world_size,
         launch.rank == 0,
         timeout,
         wait_for_workers=False,
-        multi_tenant=True,
+        master_listen_fd=listener,
+        multi_tenant=listener is None,
     )
+
+
+def _loopback_listener(address: str, port: int) -> int | None:
+    """The descriptor of a listening socket on the loopback address, which torch's store would open on every interface;
+    None for an address of another kind, to which other hosts connect.
+
+    Raises:
+        DistError: the port is taken.
+    """
+    try:
+        found = {str(place[4][0]) for place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None  # torch names the address that it cannot resolve
+    if not all(ipaddress.ip_address(each).is_loopback for each in found):
+        return None
+    chosen = min(found, key=lambda each: ":" in each)  # IPv4 first, to which a client falls back from IPv6
+    family = socket.AF_INET6 if ":" in chosen else socket.AF_INET
+    try:
+        return socket.create_server((chosen, port), family=family, backlog=1024).detach()
+    except OSError as error:
+        raise dist.DistError(str(error)) from None
 
 
 def refuse_shared_gpus(gpu: str) -> None:
@@ -138,7 +164,7 @@ def refuse_shared_gpus(gpu: str) -> None:
     """
     if os.environ.get(SHARED_GPUS) == "1":
         return
-    gpus = gather_objects(gpu, dist.group.WORLD)
+    gpus = gather_values(gpu, dist.group.WORLD)
     shared = next((name for name, count in Counter(gpus).items() if count > 1), None)
     if shared is not None:
         ranks = ", ".join(str(rank) for rank, name in enumerate(gpus) if name == shared)

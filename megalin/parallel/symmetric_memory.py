@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.parallel.collectives import gather_objects
+from megalin.parallel.messages import gather_values
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def open_symmetric_memory(
     """
     if device.type != "cuda":
         return f"{device.type.upper()} devices have no copy engines"
-    hosts = len(set(gather_objects(socket.gethostname(), group)))
+    hosts = len(set(gather_values(socket.gethostname(), group)))
     if hosts > 1:
         return f"the ranks of the axis are on {hosts} hosts"
     problem, opened = "", None
@@ -65,7 +65,7 @@ def open_symmetric_memory(
         opened = OpenMemory(cast(SymmetricMemory, memory), local_buffer)
     except (ImportError, RuntimeError) as error:
         problem = f"torch's symmetric memory fails on rank {group.rank()} of the axis: {error}"
-    if problem := next(filter(None, gather_objects(problem, group)), ""):
+    if problem := next(filter(None, gather_values(problem, group)), ""):
         if group.rank() == 0:
             _log.warning("symmetric memory is not available: %s", problem)
         return problem

@@ -8,17 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megalin.config import translate_renamed
 from megalin.errors import ConfigError, StorageError
 from megalin.files import write_atomically
-from megalin.generation.decoder import grows
-from megalin.model.build import make_model
-from megalin.model.config import parse_model
-from megalin.model.language_model import LanguageModel
+from megalin.report.facts import FACTS, flat, run_facts, state_text
 from megalin.report.html import Page, add, add_figure, section, thinned
-from megalin.report.page import evaluation_number, status
+from megalin.report.page import evaluation_number, held_out_points, status
 from megalin.report.reading import RunRecord, read_run
-from megalin.train.curves import Curve, Points, draw
+from megalin.train.curves import Curve, Points, draw, evaluated, held_out_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +75,9 @@ def _page(runs: dict[str, RunRecord]) -> tuple[bytes, dict[Axis, Figure]]:
     for name, run in runs.items():
         for problem in run.problems:
             add(body, "p", f"{name}: {problem}", **{"class": "error"})
-    section(body, "Runs", ("run", "status", *_summary_names()), [_summary(name, run) for name, run in runs.items()], "")
+    columns = [_summary(run) for run in runs.values()]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    section(body, "Runs", ("", *runs), rows, "", wrap=True)
     figures: dict[Axis, Figure] = {}
     add(body, "h2", "Loss")
     for axis, (xlabel, scale) in _AXES.items():
@@ -93,69 +91,46 @@ def _page(runs: dict[str, RunRecord]) -> tuple[bytes, dict[Axis, Figure]]:
             add_figure(body, f"Loss by {axis}; marks are held-out losses", figures[axis], _alternative(curves, axis))
     _evaluations(body, runs)
     _results(body, runs)
+    _differences(body, runs)
     return html.finish(), figures
 
 
-def _summary_names() -> tuple[str, ...]:
-    return (
-        "tokens",
-        "FLOPs",
-        f"loss, mean of the last {MEAN_STEPS:,} steps",
-        "in bits a token",
-        "perplexity, e^nats = 2^bits",
-        "held-out loss",
-        "held-out bits per byte",
-        "state of a sequence in decoding",
-    )
-
-
-def _summary(name: str, run: RunRecord) -> list[str]:
-    """A run's row; losses are in nats a token. The TransNormerLLM paper prints its losses in bits, with 2^bits as
-    perplexity."""
-    last = run.progress.last
+def _summary(run: RunRecord) -> dict[str, str]:
+    """A run's column by the rows' names; losses are in nats a token. The TransNormerLLM paper prints its losses in
+    bits, with 2^bits as perplexity."""
+    last, facts = run.progress.last, run_facts(run)
     losses = [loss for _, loss in run.progress.curves["loss"][-MEAN_STEPS:]]
     means: tuple[float, ...] = ()
     if losses:
         mean = statistics.fmean(losses)
         means = mean, mean / math.log(2), math.exp(min(mean, 700.0))
-    held_out = _newest_held_out(run, "loss")
-    bits_per_byte = _newest_held_out(run, "bits_per_byte")
-    return [
-        name,
-        status(run),
-        f"{last['tokens']:,.0f}" if "tokens" in last else "",
-        f"{last['flops']:.3e}" if "flops" in last else "",
-        *([f"{value:.4f}" for value in means] or [""] * 3),
-        "" if held_out is None else f"{held_out:.4f}",
-        "" if bits_per_byte is None else f"{bits_per_byte:.4f}",
-        state_text(run.config),
-    ]
+    nats, bits, perplexity = [f"{value:.4f}" for value in means] or [""] * 3
+    held_out, size = _newest_held_out(run, "loss")
+    return {
+        "status": status(run),
+        **{name: facts.get(name, "") for name in FACTS if name != "command"},
+        "tokens": f"{last['tokens']:,.0f}" if "tokens" in last else "",
+        "FLOPs": f"{last['flops']:.3e}" if "flops" in last else "",
+        f"loss, mean of the last {MEAN_STEPS:,} steps": nats,
+        "in bits a token": bits,
+        "perplexity, e^nats = 2^bits": perplexity,
+        "held-out loss": held_out,
+        "held-out loss over": size,
+        "held-out bits per byte": _newest_held_out(run, "bits_per_byte")[0],
+        "state of a sequence in decoding": state_text(run.config),
+    }
 
 
-def _newest_held_out(run: RunRecord, name: str) -> float | None:
-    """A number of the newest evaluation of the validation split: in the loop, or by `megalin eval`, which comes first
-    at the same step because it reads the whole split."""
+def _newest_held_out(run: RunRecord, name: str) -> tuple[str, str]:
+    """A number of the newest evaluation of the validation split, and the size of the evaluation: in the loop, or by
+    `megalin eval`, which comes first at the same step because it reads the whole split."""
     stored = [result for result in run.results if (result.suite, result.task) == ("loss", "validation")]
-    found = {int(evaluation["step"]): evaluation[name] for evaluation in run.progress.evaluations if name in evaluation}
-    found |= {result.step: result.metrics[name] for result in stored if name in result.metrics}
-    return found[max(found)] if found else None
-
-
-def state_text(config: dict[str, Any]) -> str:
-    """Size of the decoding state of a config's model; empty where the config has none, or is unreadable."""
-    table = config.get("model")
-    if not isinstance(table, dict):
-        return ""
-    try:
-        model = make_model(parse_model(translate_renamed({"model": table})["model"], "config.toml"))
-    except ConfigError:
-        return ""
-    if not isinstance(model, LanguageModel):
-        return "none: an encoder"
-    size = model.state_bytes()
-    text = f"{size:,} bytes" if size or not grows(model) else ""
-    cache = "a cache that grows with the sequence" if grows(model) else ""
-    return " and ".join(filter(None, (text, cache)))
+    found = {int(evaluation["step"]): evaluation for evaluation in run.progress.evaluations if name in evaluation}
+    found |= {result.step: result.metrics for result in stored if name in result.metrics}
+    if not found:
+        return "", ""
+    newest = found[max(found)]
+    return f"{newest[name]:.4f}", evaluated(newest)
 
 
 def _loss_curves(name: str, run: RunRecord, axis: Axis) -> list[Curve]:
@@ -167,7 +142,11 @@ def _loss_curves(name: str, run: RunRecord, axis: Axis) -> list[Curve]:
 
     curves = [
         Curve(name, thinned(over_axis("loss")), run=name),
-        Curve(f"{name}, held out", over_axis("evaluation_loss"), sparse=True, run=name),
+        *held_out_curves(
+            ((places[step], loss, size) for step, loss, size in held_out_points(run) if step in places),
+            f"{name}, held out",
+            run=name,
+        ),
     ]
     return [curve for curve in curves if curve.points]
 
@@ -212,3 +191,13 @@ def _results(body: Any, runs: dict[str, RunRecord]) -> None:
 
 def _with_step(key: str, found: tuple[int, float] | None) -> str:
     return "" if found is None else f"{evaluation_number(key, found[1])} (step {found[0]:,})"
+
+
+def _differences(body: Any, runs: dict[str, RunRecord]) -> None:
+    """The keys of the configs that differ between the runs: a column a run."""
+    configs = {name: dict(flat(run.config)) for name, run in runs.items()}
+    keys = list(dict.fromkeys(key for config in configs.values() for key in config))
+    rows = [(key, *(config.get(key, "") for config in configs.values())) for key in keys]
+    section(
+        body, "Differences of the configs", ("key", *runs), [row for row in rows if len(set(row[1:])) > 1], "all equal"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -28,7 +28,8 @@ table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem 1
 td:last-child { overflow-wrap: anywhere; } td:not(:last-child) { white-space: nowrap; }
 td:last-child:not(:first-child) { min-width: 8rem; }
 tbody tr { border-top: 1px solid #e8ebef; } thead th { color: #5b6675; }
-.scroll { overflow-x: auto; max-height: 32rem; overflow-y: auto; } .error, .error td { color: #b3261e; }
+.wrap td, .wrap td:not(:last-child) { white-space: normal; min-width: 7rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; } .long { max-height: 32rem; overflow-y: auto; } .error, .error td { color: #b3261e; }
 figure { margin: 1.5rem 0; } figcaption { font-weight: 600; } img { max-width: 100%; height: auto; }
 pre { background: #f4f6f8; padding: 1rem; overflow: auto; max-height: 40rem; font-size: 13px; }
 """
@@ -36,6 +37,7 @@ _MOST_POINTS = 1500
 """Curves with more points are drawn as means of neighbouring points."""
 _MOST_ROWS = 200
 """Tables with more rows show the newest ones only."""
+_ROWS_WITHOUT_SCROLLING = 20
 
 
 class Page:
@@ -69,6 +71,7 @@ def section(
     none: str,
     *,
     marked: str | None = None,
+    wrap: bool = False,
 ) -> None:
     """Adds a titled table of the newest rows; the text `none` if there are none."""
     add(body, "h2", title)
@@ -77,12 +80,21 @@ def section(
         return
     if len(rows) > _MOST_ROWS:
         add(body, "p", f"The newest {_MOST_ROWS} of {len(rows):,}.")
-    table(body, head, rows[-_MOST_ROWS:], marked=marked)
+    table(body, head, rows[-_MOST_ROWS:], marked=marked, wrap=wrap)
 
 
-def table(body: Element, head: Sequence[str], rows: Iterable[Sequence[Any]], *, marked: str | None = None) -> None:
-    """Adds a table; without a head the first column is one. Rows that hold `marked` are shown as errors."""
-    element = SubElement(SubElement(body, "div", {"class": "scroll"}), "table")
+def table(
+    body: Element,
+    head: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    marked: str | None = None,
+    wrap: bool = False,
+) -> None:
+    """Adds a table; without a head the first column is one. Rows that hold `marked` are shown as errors; with `wrap`
+    the columns after the first are of equal rank and their texts wrap."""
+    box = SubElement(body, "div", {"class": "scroll long" if len(rows) > _ROWS_WITHOUT_SCROLLING else "scroll"})
+    element = SubElement(box, "table", {"class": "wrap"} if wrap else {})
     if head:
         row = SubElement(SubElement(element, "thead"), "tr")
         for name in head:

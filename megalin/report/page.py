@@ -10,9 +10,10 @@ from xml.etree.ElementTree import Element
 
 from megalin.errors import StorageError
 from megalin.files import write_atomically
+from megalin.report.facts import run_facts
 from megalin.report.html import Page, add, add_figure, section, table, thinned, time_text
 from megalin.report.reading import RunRecord, read_run
-from megalin.train.curves import Curve, draw
+from megalin.train.curves import Curve, draw, evaluated, held_out_curves, step_tokens
 
 _ENDED_BY_ERROR = "error"
 _MOST_CURVES = 10
@@ -49,9 +50,9 @@ def page(run: RunRecord) -> bytes:
     _tasks(body, run)
     _results(body, run)
     _incidents(body, run)
-    section(
-        body, "Environment", (), [(name, _value_text(value)) for name, value in run.environment.items()], "not recorded"
-    )
+    shown = ("command", "working_directory", "commit", "device", "ranks", "mesh")  # in the first table
+    environment = [(name, _value_text(value)) for name, value in run.environment.items() if name not in shown]
+    section(body, "Environment", (), environment, "not recorded")
     kernels = [(op, *_choice(choice)) for op, choice in run.kernels.items()]
     section(body, "Kernels", ("op", "backend", "reason"), kernels, "no step has run")
     add(body, "h2", "Config")
@@ -87,11 +88,13 @@ def _summary(run: RunRecord) -> list[tuple[str, str]]:
     progress = run.progress
     last, seconds, rates = progress.last, progress.sums["step_seconds"], progress.curves["tokens_per_second"]
     rows = [("Folder", str(run.path.absolute()))]
+    rows += [(name.capitalize(), text) for name, text in run_facts(run).items()]
     if "loss" in last:
         rows.append(("Loss", f"{last['loss']:.4f} {_nats(run)}"))
     if progress.evaluations and "loss" in progress.evaluations[-1]:
         newest = progress.evaluations[-1]
-        rows.append(("Held-out loss", f"{newest['loss']:.4f} {_nats(run)}, after step {newest['step']:,}"))
+        size = f", over {evaluated(newest)}" if evaluated(newest) else ""
+        rows.append(("Held-out loss", f"{newest['loss']:.4f} {_nats(run)}{size}, after step {newest['step']:,.0f}"))
     if "tokens" in last:
         rows.append(("Tokens", f"{last['tokens']:,.0f}"))
     if rates:
@@ -123,14 +126,18 @@ def _nats(run: RunRecord) -> str:
 
 def _curves(body: Element, run: RunRecord) -> None:
     add(body, "h2", "Curves")
-    names = {"loss": "training", "mlm_loss": "MLM", "nsp_loss": "NSP", "evaluation_loss": "held out"}
+    names = {"loss": "training", "mlm_loss": "MLM", "nsp_loss": "NSP"}
     curves = run.progress.curves
-    losses = [Curve(names[name], thinned(curves[name]), name == "evaluation_loss") for name in names]
+    losses = [Curve(names[name], thinned(curves[name])) for name in names]
+    held_out = held_out_curves(held_out_points(run), "held out")
+    losses += [curve._replace(points=thinned(curve.points)) for curve in held_out]
+    learning_rate = [Curve("learning rate", thinned(curves["learning_rate"]))]
     rate = [Curve("tokens/s", thinned(curves["tokens_per_second"]))]
     norm = [Curve("gradient norm", thinned(curves["grad_norm"]))]
     resumed = sorted({incident.step for incident in run.incidents if incident.kind == "resumed"})
     for caption, ylabel, drawn in (
         ("Loss", f"loss ({_nats(run)})", losses),
+        ("Learning rate", "learning rate", learning_rate),
         ("Throughput", "tokens/s", rate),
         ("Gradient norm before clipping", "L2 norm", norm),
     ):
@@ -140,7 +147,14 @@ def _curves(body: Element, run: RunRecord) -> None:
             continue
         points = drawn[0].points
         alt = f"{caption} over steps {points[0][0]:,} to {points[-1][0]:,}: {points[0][1]:.4g} to {points[-1][1]:.4g}"
-        add_figure(body, caption, draw(ylabel, drawn, resumed=resumed, size=(9.5, 3.8)), alt)
+        figure = draw(ylabel, drawn, resumed=resumed, tokens_per_step=step_tokens(curves["tokens"]), size=(9.5, 4.0))
+        add_figure(body, caption, figure, alt)
+
+
+def held_out_points(run: RunRecord) -> list[tuple[int, float, str]]:
+    """(step, held-out loss, size of the evaluation) of each evaluation in the loop."""
+    evaluations = [evaluation for evaluation in run.progress.evaluations if "loss" in evaluation]
+    return [(int(evaluation["step"]), evaluation["loss"], evaluated(evaluation)) for evaluation in evaluations]
 
 
 def _evaluations(body: Element, run: RunRecord) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,15 +12,15 @@ from typing import Any, NamedTuple
 from megalin.checkpoint.manifest import directory_step, read_manifest
 from megalin.errors import CheckpointError, ConfigError
 from megalin.files import open_regular
-from megalin.train.curves import finite
+from megalin.structured_text import parse_json, parse_toml
+from megalin.train.curves import EVALUATION, finite
 from megalin.train.jsonl import read_records
 from megalin.train.tasks import split_task_metrics
 
-CURVES = ("loss", "mlm_loss", "nsp_loss", "evaluation_loss", "tokens_per_second", "grad_norm", "tokens", "flops")
+CURVES = ("loss", "mlm_loss", "nsp_loss", "learning_rate", "tokens_per_second", "grad_norm", "tokens", "flops")
 """Metrics whose values are kept for all steps."""
 SUMS = ("step_seconds", "data_wait_seconds")
 """Metrics that are summed over the steps."""
-_EVALUATION = "evaluation_"
 _RESULTS_NAME = re.compile(r"step-(\d{1,15})\.json")
 _TEXT_LIMIT_BYTES = 1 << 22
 """Most bytes that are read of a config or a JSON file."""
@@ -145,7 +143,7 @@ def _progress(records: Iterator[dict[str, Any]]) -> MetricsSummary:
         for name in sums:
             sums[name] += numbers.get(name, 0.0)
         peak = max(peak, numbers.get("peak_memory_bytes", 0.0))
-        found = {name.removeprefix(_EVALUATION): numbers[name] for name in numbers if name.startswith(_EVALUATION)}
+        found = {name.removeprefix(EVALUATION): numbers[name] for name in numbers if name.startswith(EVALUATION)}
         if found:
             evaluations.append({"step": step, **found})
         tasks += [(step, task, values) for task, values in split_task_metrics(numbers).items()]
@@ -178,8 +176,8 @@ def _text(path: Path, problems: list[str]) -> str:
 
 def _toml(text: str, problems: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return parse_toml(text)
+    except ValueError as error:
         problems.append(f"config.toml: not TOML ({error})")
         return {}
 
@@ -188,8 +186,8 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     if not (text := _text(path, problems)):
         return {}
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         problems.append(f"{path.name}: not JSON ({error})")
         return {}
     if not isinstance(values, dict):

@@ -35,9 +35,9 @@ class TrainConfig(Config):
     deepspeed_config: str | None = pydantic.Field(default=None, min_length=1)
     """DeepSpeed JSON for that engine. Its keys that this config determines must agree with it, be left out, or be
     "auto"; the run folder keeps the JSON as passed to the engine."""
-    steps: int = pydantic.Field(ge=1)
+    steps: int = pydantic.Field(ge=1, le=10**12)
     """Optimizer steps of the whole run."""
-    global_batch_size: int = pydantic.Field(ge=1)
+    global_batch_size: int = pydantic.Field(ge=1, le=10_000_000)
     """Samples per step over all ranks; gradients accumulate if it exceeds micro_batch_size times the data axis."""
     micro_batch_size: int = pydantic.Field(ge=1)
     """Samples that a rank processes at a time."""

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from packaging.specifiers import SpecifierSet
 
 from megalin.errors import ConfigError
+from megalin.files import read_limited
+from megalin.structured_text import MAX_BYTES, parse_json
 
 SUPPORTED = SpecifierSet(">=0.19,<0.20")
 """Supported versions of deepspeed: the engine relies on internals, such as the location of optimizer states."""
@@ -148,7 +150,7 @@ def refusals(document: Mapping[str, Any], *, stage: int) -> Iterator[RefusedKey]
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        document = json.loads(Path(path).read_text("utf-8"))
+        document = parse_json(read_limited(Path(path), limit_bytes=MAX_BYTES, follow_links=True))
     except (OSError, ValueError) as error:
         raise ConfigError(f"train.deepspeed_config = {path!r} is not a readable JSON file: {error}") from None
     if not isinstance(document, dict):

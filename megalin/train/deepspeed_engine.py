@@ -28,6 +28,7 @@ from megalin.parallel.collectives import all_reduce
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.localize import LocalLayout, localize
 from megalin.parallel.mesh import Mesh
+from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig, deepspeed_settings
 from megalin.train.engine import FillWeights
 from megalin.train.step import NOTHING_CHANGED, StepResult
@@ -129,7 +130,8 @@ class DeepSpeedEngine:
             device=_update_device(self.settings, mesh.device),
             group_by_group=self._stage == 3,
         )
-        self._engine = _initialize(self.model, optimizer, self.settings, mesh)
+        with slow_work("starting DeepSpeed", shown=mesh.is_first_rank):
+            self._engine = _initialize(self.model, optimizer, self.settings, mesh)
         self._optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
         self._create_moments()
         for name, shard in unrounded.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,6 +41,10 @@ class Engine(Protocol):
     @property
     def timer(self) -> StepTimer:
         """Measures the steps; pause it before the device is used for anything but steps."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """JSON settings that the engine's library received; empty without such."""
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         """Launches one update of the weights from a step's micro-batches; `step` is for messages. The caller may launch
@@ -90,6 +94,7 @@ class FullyShardedEngine:
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)
+        self.settings: Mapping[str, Any] = {}
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
         self._graph: GradientGraph | None = None
         if train.cuda_graphs:

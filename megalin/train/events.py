@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from megalin.errors import REFUSALS
+from megalin.errors import REFUSALS, StorageError
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.jsonl import JsonLines
 
@@ -22,8 +22,8 @@ class EventLog:
     """Writer of `incidents.jsonl`, one JSON line per event: step, time (UTC), kind, message. A context manager.
 
     Unlike metrics, lines stay when a run resumes from an earlier step. Between enter and exit, warnings that megalin
-    logs on rank 0 are recorded, and so is the error that ends the body, whatever its type; but not a refusal before
-    `begin`, which is no event of the run that the folder may hold.
+    logs on rank 0 are recorded, and so is the error that ends the body, whatever its type. A refusal before `begin` is
+    no event of the run that the folder may hold: until then the file is not opened, and lines wait.
 
     Attributes:
         step: finished steps, written to each line; kept up to date by `Metrics`.
@@ -31,28 +31,39 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file on rank 0; every rank creates one (one broadcast). Raises StorageError on every rank."""
         self.step = 0
         self.last = ""
+        self._path = path
         self._begun = False
+        self._waiting: list[tuple[int, dict[str, float | int | str]]] = []
         self._file: JsonLines | None = None
         self._handler = _Handler(self)
-        on_rank_zero(lambda: self._open(path))
 
-    def _open(self, path: Path) -> None:
-        self._file = JsonLines(path)
+    def _open(self) -> None:
+        self._file = JsonLines(self._path)
+        for step, line in self._waiting:
+            self._file.write(step, line)
+        self._waiting = []
 
     def write(self, kind: EventKind, message: str) -> None:
         """Appends a line on rank 0; does nothing on other ranks."""
-        if self._file is None:
+        if rank() != 0:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
         if kind not in ("started", "resumed"):
             self.last = f"{now[11:19]} {kind}: {message}"
-        self._file.write(self.step, {"time": now, "kind": kind, "message": message})
+        line: dict[str, float | int | str] = {"time": now, "kind": kind, "message": message}
+        if self._file is None:
+            self._waiting.append((self.step, line))
+        else:
+            self._file.write(self.step, line)
 
     def begin(self, step: int, where: str) -> None:
-        """Records that the run starts, or resumes after `step` finished steps; `where` names its devices."""
+        """Records that the run starts, or resumes after `step` finished steps; `where` names its devices.
+
+        Every rank calls it (one broadcast). Raises StorageError on every rank when the file cannot be opened.
+        """
+        on_rank_zero(self._open)
         self.step, self._begun = step, True
         self.write("resumed" if step else "started", where)
 
@@ -65,11 +76,21 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _logger.removeHandler(self._handler)
-        if error is not None and (self._begun or not isinstance(error, REFUSALS)):
-            self.write("error", f"{type(error).__name__}: {error}")
+        if self._begun or not isinstance(error, REFUSALS):
+            if error is not None:
+                self.write("error", f"{type(error).__name__}: {error}")
+            self._open_for_waiting_lines()
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _open_for_waiting_lines(self) -> None:
+        """Writes the lines of a run that ended before `begin`; a file that cannot be opened must not hide the error."""
+        if self._waiting:
+            try:
+                self._open()
+            except StorageError as error:
+                _logger.error("%s", error)
 
 
 class _Handler(logging.Handler):

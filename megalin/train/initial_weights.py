@@ -15,7 +15,7 @@ from megalin.checkpoint.load import load, newest, of_step, saved_steps, shape_pr
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
 from megalin.errors import CheckpointError
-from megalin.model.config import AnyModelConfig, EncoderConfig
+from megalin.model.config import AnyModelConfig, EncoderConfig, parse_model
 from megalin.model.encoder import POSITION_TABLE
 from megalin.parallel.agreement import on_every_rank, on_rank_zero
 from megalin.parallel.tensor_parallel import assign
@@ -72,7 +72,8 @@ def find_initial_weights(config: RunConfig, checkpoints: Path) -> Checkpoint | N
     if source is None or saved_steps(checkpoints):
         return None
     checkpoint = named_checkpoint("train.initial_weights", source)
-    saved = on_rank_zero(lambda: saved_model(checkpoint))
+    values = on_rank_zero(lambda: saved_model(checkpoint).model_dump(mode="json"))
+    saved = parse_model(values, str(checkpoint.path))
     if saved.kind != config.model.kind:
         raise CheckpointError(
             f'{_key(source)}: model.kind = "{saved.kind}" in {checkpoint.path}, "{config.model.kind}" in the config; '
@@ -117,7 +118,7 @@ def load_initial_weights(checkpoint: Checkpoint, config: RunConfig, engine: Engi
     reports: list[InitialWeights] = []
 
     def fill(tensors: Mapping[str, Tensor]) -> Collection[str]:
-        index = on_rank_zero(checkpoint.index)
+        index = on_rank_zero(checkpoint.index, Index)
         report = _compare(checkpoint, index, tensors, config.model, tables)
         reports.append(report)
         taken = {name: tensors[name] for name in report.taken if name in tensors}

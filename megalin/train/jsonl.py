@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from megalin.errors import StorageError
+from megalin.files import open_append, open_regular, open_temporary, publish
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         """Opens or creates the file; raises OSError."""
         self._writer = BestEffortWriter(str(path))
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_append(path)
 
     def write(self, record: bytes) -> bool:
         """Appends a record; the operating system has it when this returns True."""
@@ -83,7 +85,7 @@ class JsonLines:
             StorageError: it cannot be opened or truncated.
         """
         try:
-            if path.exists():
+            if os.path.lexists(path):
                 _truncate(path, resumed_step)
             self._file = AppendedFile(path)
         except OSError as error:
@@ -116,23 +118,19 @@ class JsonLines:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file, which may be growing; skips torn and foreign lines. Raises OSError."""
-    with path.open("rb") as file:
+    with io.BufferedReader(open_regular(path, follow_links=True)) as file:
         for _, record in _records(file):
             yield record
 
 
 def _truncate(path: Path, last_step: int | None) -> None:
     """Rewrites the file at `path` with its readable lines up to `last_step`."""
-    temporary = path.with_name(path.name + ".tmp")
-    with path.open("rb") as source, temporary.open("wb") as file:
-        kept = (line for line, record in _records(source) if last_step is None or record["step"] <= last_step)
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with io.BufferedReader(open_regular(path, follow_links=False)) as source, open_temporary(path) as file:
+        file.writelines(line for line, record in _records(source) if last_step is None or record["step"] <= last_step)
+        publish(file, path)
 
 
-def _records(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _records(file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields each complete line that is a JSON object with a step, and that object."""
     for line in file:
         try:

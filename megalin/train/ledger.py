@@ -12,9 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalin.errors import DataError
+from megalin.files import read_limited
 from megalin.parallel.agreement import on_rank_zero
 from megalin.train.jsonl import JsonLines, read_records
 
+_LIMIT_BYTES = 4 << 30
 LEDGER_NAME = "ledger.jsonl"
 """Name of the file in the run folder."""
 
@@ -118,14 +120,15 @@ def _read(path: Path) -> Iterator[tuple[int, str]]:
     if path.is_dir():
         path = path / LEDGER_NAME
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        data = read_limited(path, limit_bytes=_LIMIT_BYTES, follow_links=True)
+        lines = data.decode("utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a ledger file or a run folder") from None
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             yield int(record["step"]), str(record["digest"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise DataError(
                 f"{path}: line {number} is not a ledger record; give a ledger file or a run folder"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megalin.checkpoint.save import save
+from megalin.checkpoint.verification import VerifiedCheckpoints
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, Training, open_dataset, open_training
-from megalin.errors import ConfigError, PreemptedError
+from megalin.errors import ConfigError, PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
+from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.engine import Engine, FullyShardedEngine
@@ -30,7 +33,7 @@ from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, n
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
-from megalin.train.resume import checkpoint_state, resume
+from megalin.train.resume import checkpoint_state, find_checkpoint, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.shard_check import verify_shards
@@ -40,6 +43,8 @@ from megalin.train.step_data import DataFailure, Preemption, StepData, StepReade
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
+
+_log = logging.getLogger(__name__)
 
 _EVALUATED_SAMPLES = 1000
 """Samples of an evaluation where `train.evaluate_batches` is left out."""
@@ -89,23 +94,28 @@ class TrainingLoop:
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         self.data: Training
         self.validation: Dataset[Any] | None = None
-        on_every_rank(self._open_data)  # hosts may have different disks
+        with slow_work("opening the data", shown=mesh.is_first_rank):
+            on_every_rank(self._open_data)  # hosts may have different disks
         shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
-        self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
+        with slow_work("verifying the shards", shown=mesh.is_first_rank):
+            self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
         self.data = self.data._replace(digests=self.shards.records)
+        checkpoint = find_checkpoint(run.checkpoints, config, self.data)
         source = find_initial_weights(config, run.checkpoints)
-        self.engine = _make_engine(config, mesh, run, hooks)
+        self.engine = _make_engine(config, mesh, hooks)
         self.model = self.engine.model
-        self.resumed_step = resume(run.checkpoints, config, self.data, self.engine)
+        self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
+        self._verified = VerifiedCheckpoints()
         self.initial_weights: InitialWeights | None = None
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
-            run.write_json(run.initial_weights, self.initial_weights._asdict())
         self.last_step = config.train.stop_after_steps or config.train.steps
 
     def _open_data(self) -> None:
         config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
         check_files(config.data)
+        if config.data.order == "megatron":
+            self.run.clean_if_refused(self.run.path / config.data.cache)
         self.data = open_training(
             config.data,
             vocab_size,
@@ -141,6 +151,7 @@ class TrainingLoop:
             PreemptionHandler() as preemption,
             without_long_collections() as freeze,
         ):
+            self._begin()
             for line in self._report_lines():
                 log.print_line(line)
             reader = StepReader(loader, self.mesh, preemption)
@@ -166,6 +177,21 @@ class TrainingLoop:
         self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
         return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation, tasks)
+
+    def _begin(self) -> None:
+        """Makes the folder this run's, when nothing can refuse the run any more."""
+        run = self.run
+        run.keep()
+        run.write_text(run.config, dumps(self.config))
+        run.write_json(run.environment, environment(self.mesh))
+        if self.shards.kept:
+            run.write_json(run.shard_digests, self.shards.kept)
+        if self.engine.settings:
+            run.write_json(run.deepspeed, self.engine.settings)
+        if self.initial_weights is not None:
+            run.write_json(run.initial_weights, self.initial_weights._asdict())
+        where = f"on {torch.distributed.get_world_size()} x {device_name(self.mesh.device)}"
+        self.event_log.begin(self.resumed_step, where)
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
         """Launches a step; the clock of the steps pauses after one that must be finished before the next starts."""
@@ -234,6 +260,7 @@ class TrainingLoop:
             state=checkpoint_state(self.config, self.data, step),
             keep_latest=self.config.checkpoint.keep_latest,
             keep_steps=self.config.checkpoint.keep_steps,
+            verified=self._verified,
         )
 
     def _stop_early(self, stop: DataFailure | Preemption, step: int, log: RunLog) -> NoReturn:
@@ -260,7 +287,10 @@ class TrainingLoop:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
             # An encoder's loss has a second term, which the unigram entropy does not bound.
             entropy = evaluation.unigram_entropy if isinstance(evaluation, Evaluation) else None
-            write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+            try:
+                write_loss_curve(self.run.metrics, self.run.loss_curve, unigram_entropy=entropy)
+            except StorageError as error:
+                _log.warning("no loss curve: %s; the run itself is complete", error)
 
 
 def train(
@@ -295,24 +325,16 @@ def train(
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
-        run.keep()
-        run.write_text(run.config, dumps(config))
-        run.write_json(run.environment, environment(mesh))
-        if loop.shards.kept:
-            run.write_json(run.shard_digests, loop.shards.kept)
-        event_log.begin(loop.resumed_step, f"on {torch.distributed.get_world_size()} x {device_name(device)}")
         with closing(loop.engine):
             return loop.train()
 
 
-def _make_engine(config: RunConfig, mesh: Mesh, run: RunFolder, hooks: Sequence[UpdateHook]) -> Engine:
+def _make_engine(config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook]) -> Engine:
     if config.train.engine == "fsdp2":
         return FullyShardedEngine(config, mesh, hooks)
     from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
 
-    engine = DeepSpeedEngine(config, mesh, hooks)
-    run.write_json(run.deepspeed, engine.settings)
-    return engine
+    return DeepSpeedEngine(config, mesh, hooks)
 
 
 def _check_same_config(config: RunConfig) -> None:

@@ -1,11 +1,11 @@
-"""Metrics of a run: a JSON line and TensorBoard events per step, optionally W&B, and progress in the terminal."""
+"""Metrics of a run: a JSON line and TensorBoard events per step, optionally W&B and Prometheus, and progress."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,10 +15,12 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megalin.errors import MegalinError, StorageError
+from megalin.errors import MegalinError
 from megalin.parallel.agreement import on_rank_zero
+from megalin.terminal_output import terminal
 from megalin.train.events import EventLog
 from megalin.train.jsonl import AppendedFile, BestEffortWriter, JsonLines
+from megalin.train.prometheus import Prometheus
 from megalin.train.terminal import LiveView, PlainLines, print_line
 from megalin.train.weights_and_biases import WeightsAndBiases
 
@@ -41,6 +43,7 @@ class Metrics:
         event_log: EventLog | None = None,
         wandb_project: str | None = None,
         wandb_config: Mapping[str, Any] | None = None,
+        prometheus: Callable[[], Prometheus] | None = None,
         console: Console | None = None,
     ) -> None:
         """Opens the files under `folder`, which exists, on rank 0. Every rank creates a `Metrics` (one broadcast).
@@ -49,10 +52,11 @@ class Metrics:
             log_interval: steps between two lines of progress if `console` (default: stdout) is not a terminal.
             event_log: receives the step of each write; a terminal shows its newest event.
             wandb_project: Weights & Biases project that also receives the metrics, with `wandb_config` as its config.
+            prometheus: opens the destination for Prometheus, on rank 0.
 
         Raises:
-            StorageError: on every rank, when the files cannot be opened or truncated.
-            ConfigError: on every rank, when W&B is configured but not installed.
+            StorageError: on every rank, when metrics.jsonl cannot be opened or truncated.
+            ConfigError: on every rank, when W&B or Prometheus is configured but not installed, or cannot start.
         """
         self._sinks: list[_Sink] = []
         self._wandb: WeightsAndBiases | None = None
@@ -62,13 +66,17 @@ class Metrics:
         self._writer = BestEffortWriter("the terminal")
 
         def open_sinks() -> None:
-            self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
-            self._sinks.append(_Events(Path(folder) / "tensorboard", resumed_step))
+            # These two may refuse the run: they are opened before lines of an earlier run are cut.
+            if prometheus is not None:
+                self._sinks.append(prometheus())
             if wandb_project is not None:
                 self._wandb = WeightsAndBiases(
                     Path(folder), wandb_project, wandb_config or {}, resumed=resumed_step > 0
                 )
-            self._console = shown_on = console or Console()
+            self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
+            events = Path(folder) / "tensorboard"
+            BestEffortWriter(str(events)).attempt(lambda: self._sinks.append(_Events(events, resumed_step)))
+            self._console = shown_on = console or Console(file=terminal())
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
                 self._sinks.append(LiveView(shown_on, total_steps, resumed_step, event_log))
             else:
@@ -131,14 +139,10 @@ class _Sink(Protocol):
 class _Events:
     # Written in this thread: SummaryWriter's own thread would die on a full disk with a traceback in the terminal.
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        try:
-            folder.mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
-            self._file = AppendedFile(folder / name)
-        except OSError as error:
-            raise StorageError(
-                f"{folder}: cannot be written ({error.strerror}); free space, or choose another run folder"
-            ) from None
+        """Raises OSError."""
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(folder / name)
         self._records = RecordWriter(self._file)
         self._record(file_version="brain.Event:2")
         # Makes TensorBoard drop the events of earlier files from this step on.

@@ -21,13 +21,14 @@ from megalin.train.environment import versions
 from megalin.train.initial_weights import named_checkpoint
 from megalin.train.open_run import check_same_model
 from megalin.train.shard_check import check_records
+from megalin.train.train_state import TrainState, read_state
 
 _log = logging.getLogger(__name__)
 
 
-def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int:
-    """Loads the newest checkpoint in `root` into the engine, if there is one, else that of `train.branch_from`; returns
-    the number of finished steps.
+def find_checkpoint(root: Path, config: RunConfig, data: Training) -> Checkpoint | None:
+    """The newest checkpoint in `root` if there is one, else that of `train.branch_from`; None without both. It is
+    checked before anything is built: its model, its sample order, its number of steps.
 
     Raises:
         ConfigError: on every rank, a checkpoint with a different sample order on any rank, or of a run with other
@@ -47,23 +48,27 @@ def resume(root: Path, config: RunConfig, data: Training, engine: Engine) -> int
                 f"none of train.steps = {config.train.steps}; name an earlier one as RUN@STEP, or raise train.steps"
             )
     else:
-        return 0
-    state = checkpoint.state()
-    imported = state["order"] is None  # weights without a step of this run
-    if not imported:
+        return None
+    state = read_state(checkpoint)
+    if state.order is not None:
         on_every_rank(lambda: _check_sample_order(checkpoint, config, data))  # hosts may have different disks
     check_same_model(config.model, checkpoint)
-    if imported:
+    if state.order is not None and checkpoint.step > config.train.steps:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {checkpoint.step} finished steps, train.steps is {config.train.steps}; "
+            "raise train.steps or start in a new run folder"
+        )
+    return checkpoint
+
+
+def resume(checkpoint: Checkpoint, engine: Engine) -> int:
+    """Loads a checkpoint of `find_checkpoint` into the engine; returns the number of finished steps. Of weights without
+    a step of this run (an import) there are none. Raises CheckpointError, as `Engine.load` does."""
+    if read_state(checkpoint).order is None:
         engine.set_weights(partial(_load_all, checkpoint))
         return 0
     engine.load(checkpoint)
-    step = int(state["step"])
-    if step > config.train.steps:
-        raise CheckpointError(
-            f"{checkpoint.path} holds {step} finished steps, train.steps is {config.train.steps}; "
-            "raise train.steps or start in a new run folder"
-        )
-    return step
+    return checkpoint.step
 
 
 def _load_all(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> Collection[str]:
@@ -73,10 +78,10 @@ def _load_all(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> Collecti
 
 def _check_initial_weights(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Checks that the run still names the weights it started from: it continues from its own checkpoint."""
-    state = checkpoint.state()
-    saved, given = state["config"]["train"].get("initial_weights"), config.train.initial_weights
+    state = read_state(checkpoint)
+    saved, given = state.config["train"].get("initial_weights"), config.train.initial_weights
     if saved != given:
-        of_its_own = "imported weights" if state["order"] is None else "random weights"
+        of_its_own = "imported weights" if state.order is None else "random weights"
         started = of_its_own if saved is None else repr(saved)
         restore = "leave it out" if saved is None else f"restore {saved!r}"
         raise ConfigError(
@@ -88,12 +93,13 @@ def _check_initial_weights(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 def checkpoint_state(config: RunConfig, data: Training, step: int) -> dict[str, Any]:
     """Contents of `train_state.json` in the checkpoint after `step` steps."""
-    return {
-        "step": step,
-        "order": sample_order(config, data, step),
-        "config": config.model_dump(mode="json"),
-        "versions": versions(),
-    }
+    state = TrainState(
+        step=step,
+        order=sample_order(config, data, step),
+        config=config.model_dump(mode="json"),
+        versions=versions(),
+    )
+    return state.model_dump(exclude={"source"})
 
 
 def sample_order(config: RunConfig, data: Training, step: int) -> dict[str, Any]:
@@ -130,8 +136,9 @@ def _check_shards(
 
 
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
-    state = checkpoint.state()
-    saved, given = dict(state["order"]), sample_order(config, data, int(state["step"]))
+    state = read_state(checkpoint).order
+    assert state is not None, checkpoint.path
+    saved, given = dict(state), sample_order(config, data, checkpoint.step)
     digests = saved.pop(SHARD_DIGESTS, None), given.pop(SHARD_DIGESTS, None)
     # The checkpoint's names too: a label mask that vanished is none of this run's.
     changed = [name for name in {**given, **saved} if saved.get(name) != given.get(name)]

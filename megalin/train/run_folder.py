@@ -7,25 +7,35 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megalin.errors import REFUSALS, ConfigError, StorageError
-from megalin.files import FolderInUseError, FolderLock, write_atomically
+from megalin.files import FolderInUseError, FolderLock, remove, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.ledger import LEDGER_NAME
 
 CONFIG_NAME = "config.toml"
 CHECKPOINTS_NAME = "checkpoints"
 
+_WRITTEN = frozenset(
+    {
+        *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
+        *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
+        "metrics.prom",
+    }
+)
+"""Names of the files and folders of a run."""
+
 _log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """A run folder, created or reused, and locked until `close`; a context manager. A folder that it created is removed
-    when the run is refused (`REFUSALS`) before `keep`.
+    """A run folder, created or reused, and locked until `close`; a context manager. When the run is refused
+    (`REFUSALS`) before `keep`, a folder that it created is removed, and another one is left as it was.
 
     Every rank creates one (one broadcast); rank 0 holds the lock, which the end of its process releases.
 
@@ -43,6 +53,8 @@ class RunFolder:
         self.path = Path(path)
         self._lock: FolderLock | None = None
         self._created: list[Path] = []
+        self._kept = False
+        self._entries: dict[Path, set[Path]] = {}
         self.previous_owner: str | None = None
         on_rank_zero(self._claim)
 
@@ -119,9 +131,14 @@ class RunFolder:
         """`write_text` of a JSON object. Raises StorageError."""
         self.write_text(path, json.dumps(dict(value), indent=1, allow_nan=False) + "\n")
 
+    def clean_if_refused(self, folder: Path) -> None:
+        """Lets a refusal before `keep` remove what is added to `folder`, if that is inside of this one; on rank 0."""
+        if self._lock is not None and self.path in folder.parents:
+            self._entries[folder] = set(folder.iterdir()) if folder.exists() else set()
+
     def keep(self) -> None:
-        """Marks the folder as a run's, to be kept whatever happens."""
-        self._created = []
+        """Marks the folder as the run's: from now on nothing is undone."""
+        self._kept = True
 
     def close(self) -> None:
         """Releases the lock."""
@@ -135,13 +152,24 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._created and isinstance(error, REFUSALS):  # under the lock, so that no other run is in there
-            folder, *parents = self._created
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty: another run's folder is in there by now
-                for parent in parents:
-                    parent.rmdir()
+        if self._lock is not None and not self._kept and isinstance(error, REFUSALS):
+            self._undo(self._lock)  # under the lock, so that no other run is in there
         self.close()
+
+    def _undo(self, lock: FolderLock) -> None:
+        """Removes what this object created, and releases the lock."""
+        if self.path in self._created:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            for folder, entries in self._entries.items():
+                for entry in set(folder.iterdir()) - entries if folder.exists() else ():
+                    remove(entry)
+                if not entries:
+                    self._created.insert(0, folder)
+            lock.undo()
+        for folder in self._created:
+            with contextlib.suppress(OSError):  # gone, or another run's folder is in there by now
+                folder.rmdir()
 
     def _claim(self) -> None:
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -168,10 +196,43 @@ class RunFolder:
                 "run folder %s: taken over from %s, which ended without closing it", self.path, lock.previous_owner
             )
         try:
-            for folder in (self.checkpoints, self.tensorboard):
-                folder.mkdir(exist_ok=True)
+            _check_entries(self.path)
+            self._make(self.checkpoints)
+            with contextlib.suppress(OSError):  # without events the run goes on; metrics.py warns
+                self._make(self.tensorboard)
+            for folder in (self.path, self.checkpoints):
+                with tempfile.TemporaryFile(dir=folder):  # a read-only mount does not show in the permissions
+                    pass
+        except StorageError:
+            self._undo(lock)
+            self.close()
+            raise
         except OSError as error:
+            self._undo(lock)
             self.close()
             raise StorageError(
                 f"cannot write run folder {self.path}: {error}; choose a folder that you may create and write"
             ) from None
+
+    def _make(self, folder: Path) -> None:
+        if not folder.is_dir():
+            folder.mkdir()
+            self._created.insert(0, folder)
+
+
+def _check_entries(folder: Path) -> None:
+    """Checks that what a run writes there is a file or folder of its own: no link out of it, no pipe that blocks.
+
+    Raises:
+        StorageError: names the entry.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.removesuffix(".tmp") not in _WRITTEN:
+                continue
+            if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+                kind = "a symbolic link" if entry.is_symlink() else "a named pipe, socket or device"
+                raise StorageError(
+                    f"{entry.path} is {kind}; a run writes only files and folders of its own: remove it, or choose "
+                    "another run folder"
+                )

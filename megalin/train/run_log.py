@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
+from megalin.errors import StorageError
 from megalin.ops.dispatch import backend
-from megalin.parallel.agreement import gather_texts
+from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
@@ -21,7 +22,9 @@ from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.in_flight import FinishedStep
 from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
+from megalin.train.prometheus import Prometheus
 from megalin.train.run_folder import RunFolder
+from megalin.train.start_lines import mixer_types
 from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
 
@@ -47,22 +50,23 @@ class RunLog:
     def write_kernels(self) -> None:
         """Logs the implementation of each op so far and the reason for it, and a warning if ranks chose different ones;
         a collective."""
-        own = json.dumps({op: list(choice) for op, choice in backend.used().items()})
         used: dict[str, backend.Choice] = {}
-        for rank, text in enumerate(gather_texts(own)):
-            for op, (name, reason) in json.loads(text).items():
-                choice = used.setdefault(op, backend.Choice(name, reason))
-                if choice.backend != name and dist.get_rank() == 0:
+        for rank, choices in enumerate(on_every_rank(backend.used, dict[str, backend.Choice])):
+            for op, own in choices.items():
+                choice = used.setdefault(op, own)
+                if choice.backend != own.backend and dist.get_rank() == 0:
                     _log.warning(
                         "%s: rank %d uses %s (%s), lower ranks %s (%s); their rounding and speed may differ",
                         op,
                         rank,
-                        name,
-                        reason,
+                        *own,
                         *choice,
                     )
         self.print_line("kernels: " + ", ".join(f"{op} {choice.backend}" for op, choice in used.items()))
-        self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+        try:
+            self._run.write_json(self._run.kernels, {op: choice._asdict() for op, choice in used.items()})
+        except StorageError as error:  # raised on rank 0 alone; training does not depend on it
+            _log.warning("%s", error)
 
     def write(self, finished: FinishedStep, evaluation: AnyEvaluation | None, tasks: dict[str, float]) -> None:
         """Logs a step, the evaluation after it, if there is one, and the results of tasks, if there are some."""
@@ -108,14 +112,17 @@ def open_run_log(
     Raises:
         StorageError, ConfigError, DataError: as `Metrics` and `Ledger` do, on every rank.
     """
+    logging, types = config.logging, mixer_types(config.model)
+    prometheus = partial(Prometheus, run.path, logging, total_steps=config.train.steps, model="-".join(types))
     metrics = Metrics(
         run.path,
         total_steps=config.train.steps,
         resumed_step=resumed_step,
         log_interval=config.train.log_every_steps,
         event_log=event_log,
-        wandb_project=config.logging.wandb_project,
+        wandb_project=logging.wandb_project,
         wandb_config=config.model_dump(mode="json"),
+        prometheus=prometheus if logging.prometheus_file or logging.prometheus_port is not None else None,
     )
     is_branch = config.train.branch_from is not None
     with metrics, closing(Ledger(run.ledger, resumed_step=resumed_step, is_branch=is_branch)) as ledger:

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 import megalin
 from megalin.errors import ConfigError
-from megalin.parallel.agreement import gather_over_ranks, gather_texts, world_size
+from megalin.parallel.agreement import gather_over_ranks, on_every_rank, world_size
 from megalin.train.environment import versions
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
@@ -37,7 +36,7 @@ def check_same_start() -> None:
     digests = gather_over_ranks(torch.from_numpy(digest))
     if bool((digests == digests[0]).all()):
         return
-    all_facts: list[Mapping[str, str]] = [json.loads(each) for each in gather_texts(text)]
+    all_facts = on_every_rank(_facts)
     first = all_facts[0]
     differences = [
         f"rank {rank} has {name} = {facts.get(name, _NOT_SET)}, rank 0 {first.get(name, _NOT_SET)}"
@@ -54,7 +53,7 @@ def check_same_start() -> None:
 
 def _facts() -> dict[str, str]:
     """Facts about this process that change what it computes, by the name that a message gives them."""
-    found = {f"the version of {name}": version for name, version in versions().items()}
+    found = {f"the version of {name}": str(version) for name, version in versions().items()}
     found |= {
         name: value for name, value in os.environ.items() if name.startswith("MEGALIN_") and name not in _OF_HOSTS
     }

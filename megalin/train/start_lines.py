@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megalin.data.sources import Training
 from megalin.model.build import make_model
+from megalin.model.config import AnyModelConfig
 from megalin.model.counts import Counts, count
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
@@ -28,13 +29,22 @@ def start_lines(config: RunConfig, mesh: Mesh, data: Training, *, resumed_step: 
     return [*_facts(config, mesh, counted, resumed_step), *_warnings(config, mesh, data, counted)]
 
 
-def _facts(config: RunConfig, mesh: Mesh, counted: Counts, resumed_step: int) -> Iterator[str]:
-    model, train, length = config.model, config.train, config.data.sequence_length
-    types = dict.fromkeys(sublayer.type for _, block in model.blocks() for sublayer in block.sublayers)
-    yield (
-        f"model: {', '.join(types)}; {counted.parameters:,} parameters, {model.num_layers} blocks, width "
+def mixer_types(model: AnyModelConfig) -> list[str]:
+    """The types of the model's sub-layers, each once, in their order."""
+    return list(dict.fromkeys(sublayer.type for _, block in model.blocks() for sublayer in block.sublayers))
+
+
+def describe_model(model: AnyModelConfig, counted: Counts) -> str:
+    """The mixers and sizes of a model in one line."""
+    return (
+        f"{', '.join(mixer_types(model))}; {counted.parameters:,} parameters, {model.num_layers} blocks, width "
         f"{model.hidden_size:,}, vocabulary {model.vocab_size:,}"
     )
+
+
+def _facts(config: RunConfig, mesh: Mesh, counted: Counts, resumed_step: int) -> Iterator[str]:
+    train, length = config.train, config.data.sequence_length
+    yield f"model: {describe_model(config.model, counted)}"
     blocks = "compiled" if train.compile else "eager"
     yield f"device: {dist.get_world_size()} x {device_name(mesh.device)}, {train.dtype}, {blocks} blocks"
     zero = "" if mesh.zero is None or mesh.samples.size * mesh.cp.size == 1 else f", ZeRO {mesh.zero}"

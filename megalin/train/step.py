@@ -17,6 +17,7 @@ from megalin.optim.clipping import clip_gradients
 from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import finish_backward, prepare_backward
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.messages import gather_values
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
 from megalin.train.pipeline_model import Pipeline
@@ -212,8 +213,7 @@ def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: S
         "weight": [name for name, parameter in model.named_parameters() if not _is_finite(parameter)],
         "gradient": [name for name, norm in norms.items() if not math.isfinite(norm)],
     }
-    by_rank: list[dict[str, list[str]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(by_rank, found)
+    by_rank: list[dict[str, list[str]]] = gather_values(found, dist.group.WORLD)
     # A weight that is not finite makes the gradients of all the others non-finite: only the weight is the cause.
     what = "weight" if any(ranks["weight"] for ranks in by_rank) else "gradient"
     places = [

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megalin.terminal_output import escape_controls
 from megalin.train.events import EventLog
 from megalin.train.jsonl import BestEffortWriter
 
@@ -116,7 +117,7 @@ class _Pace:
 
 def print_line(console: Console, line: str) -> None:
     """Prints `line` verbatim, above a live view."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(escape_controls(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

@@ -27,6 +27,12 @@ class LoggingConfig(Config):
     wandb_project: str | None = pydantic.Field(default=None, min_length=1)
     """Weights & Biases project that receives the metrics of rank 0; needs the library wandb, whose own settings give
     account and mode (WANDB_MODE=offline, WANDB_ENTITY, ...). Left out: none."""
+    prometheus_file: bool = False
+    """Write the newest metrics to metrics.prom in the run folder, at most once a second, for the textfile collector of
+    Prometheus' node exporter; needs the library prometheus_client."""
+    prometheus_port: int | None = pydantic.Field(default=None, ge=1, le=65535)
+    """TCP port on 127.0.0.1 of rank 0's host where Prometheus can read the newest metrics (path /metrics); needs the
+    library prometheus_client. Left out: none."""
 
 
 class WeightsAndBiases:
@@ -48,12 +54,12 @@ class WeightsAndBiases:
         if not hasattr(wandb, "init"):  # W&B's own folder in the working directory imports as an empty package
             raise ConfigError(f"{purpose} needs the library wandb; install it: pip install 'megalin[wandb]'")
         path = folder / ID_FILE
-        if not (resumed and path.exists()):
-            write_atomically(path, secrets.token_hex(4).encode())
+        continued = resumed and path.exists()
+        number = path.read_text() if continued else secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 project=project,
-                id=path.read_text(),
+                id=number,
                 resume="allow",
                 name=os.environ.get("WANDB_NAME", folder.absolute().name),
                 dir=folder,
@@ -64,6 +70,8 @@ class WeightsAndBiases:
                 f"{purpose}: W&B cannot start a run ({error}); log in (wandb login), set WANDB_MODE=offline, or "
                 "leave the key out"
             ) from None
+        if not continued:
+            write_atomically(path, number.encode())
         # W&B's own step counter never decreases, and would drop the steps that a resumed run repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

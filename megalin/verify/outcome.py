@@ -15,10 +15,11 @@ from megalin.model.build import Model, make_model
 from megalin.model.encoder import EncoderOutput
 from megalin.model.language_model import ModelOutput
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
-from megalin.parallel.collectives import Axis, all_gather, all_reduce, gather_objects
+from megalin.parallel.collectives import Axis, all_gather, all_reduce
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.messages import gather_tensors
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
 from megalin.train.pipeline_model import Pipeline
@@ -120,7 +121,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
-    return _merge(gather_objects(outcome, mesh.pp.group))
+    return _merge(gather_tensors(outcome, mesh.pp.group))
 
 
 def _merge(stages: Sequence[Outcome]) -> Outcome:

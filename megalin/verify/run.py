@@ -13,9 +13,10 @@ import torch
 from megalin.layers.mixers.glu import GLUConfig
 from megalin.layers.mixers.tnl import TNLConfig
 from megalin.model.config import BlockConfig
-from megalin.parallel.collectives import gather_objects
 from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.messages import gather_values
 from megalin.parallel.process_group import compute_device
+from megalin.terminal_output import terminal
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, TensorError, compare, kind
 from megalin.verify.faults import ExchangeKind, Probe, visible_faults
@@ -99,7 +100,7 @@ def _exchanges(case: Case) -> set[ExchangeKind]:
         run_on_mesh(case, mesh)
     if mesh.pp.size == 1:
         return mesh.cp.made
-    return set[ExchangeKind]().union(*gather_objects(mesh.cp.made, mesh.pp.group))
+    return set[ExchangeKind]().union(*gather_values(mesh.cp.made, mesh.pp.group, set[ExchangeKind]))
 
 
 def with_low_rank(case: Case) -> Case:
@@ -147,7 +148,7 @@ def print_rows(case: Case, rows: list[TensorError], *, as_json: bool) -> bool:
             table.add_row(
                 row.name, str(len(of_kind)), f"{row.error:.2e}", f"{row.bound:.0e}", "ok" if row.passed else "FAILED"
             )
-    console = rich.console.Console()
+    console = rich.console.Console(file=terminal())
     console.print(table)
     console.print(f"{'PASSED' if passed else 'FAILED'}: {len(rows)} tensors on {case.world_size} ranks")
     return passed
@@ -163,7 +164,7 @@ def print_faults(case: Case, results: list[FaultResult], *, as_json: bool) -> bo
     table = rich.table.Table("planted fault", "found", "by", "error", "bound", title=f"self-test, {_title(case)}")
     for fault, seen, row in results:
         table.add_row(fault, "yes" if seen else "NO", row.name, f"{row.error:.2e}", f"{row.bound:.0e}")
-    console = rich.console.Console()
+    console = rich.console.Console(file=terminal())
     console.print(table)
     console.print(f"{'PASSED: every' if passed else 'FAILED: not every'} planted fault was found")
     return passed

@@ -15,6 +15,7 @@ import torch
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.manifest import file_problems, read_manifest
 from megalin.checkpoint.save import save
+from megalin.checkpoint.verification import VerifiedCheckpoints
 from megalin.errors import StorageError
 from megalin.files import FolderLock
 from tests.checkpoint.saved import names, tensors, write
@@ -101,6 +102,38 @@ def test_the_newest_stay_and_later_steps_are_no_business_of_this_save(tmp_path: 
     write(tmp_path, 9)
     write(tmp_path, 1, 2, 3, 4, keep=2)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000009"]
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_to_keep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "index.json").write_text("{}")
+    write(tmp_path, 3, keep=2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert "checkpoint not counted among the 2 to keep: " in caplog.text
+    write(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_is_hashed_once_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def count(directory: Path, *args: Any, **options: Any) -> list[str]:
+        hashed.append(directory.name)
+        return file_problems(directory, *args, **options)
+
+    monkeypatch.setattr("megalin.checkpoint.verification.file_problems", count)
+    verified = VerifiedCheckpoints()
+    for step in (1, 2, 3):
+        save(tmp_path, step=step, tensors=tensors(step), state={}, keep_latest=2, verified=verified)
+    save(tmp_path, step=4, tensors=tensors(4), state={}, keep_latest=2, verified=verified)
+    assert hashed == [f"step-{step:08d}" for step in (3, 2, 4)]
+    flipped = next((tmp_path / "step-00000004").glob("*.safetensors"))
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"x")
+    save(tmp_path, step=5, tensors=tensors(5), state={}, keep_latest=2, verified=verified)
+    assert hashed[3:] == ["step-00000005", "step-00000004"]
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 5)]
 
 
 def test_leftovers_of_dead_saves_are_removed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

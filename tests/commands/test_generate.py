@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, processors
 
+import megalin
 from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.generation import cast_weights, load_for_generation
@@ -48,6 +50,30 @@ def test_generate_loads_the_trained_weights(trained):
     saved = checkpoint_tensors(trained)
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
     assert tokenizer.vocab_size == 257
+
+
+def test_special_tokens_begin_prompts_on_request(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(trained / "checkpoints")
+    names = {**{number: f"w{number}" for number in range(257)}, 97: "a", 32: "<s>", 256: "</s>"}
+    library = Tokenizer(models.WordLevel({name: number for number, name in names.items()}, unk_token="a"))
+    library.add_special_tokens(["<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 32)])
+    library.save(str(run / "tokenizer.json"))
+    text = (trained / "config.toml").read_text()
+    keys = f'tokenizer = "{run / "tokenizer.json"}"\neod_token = "</s>"'
+    (run / "config.toml").write_text(text.replace('tokenizer = "bytes"', keys))
+    model = megalin.load(run)
+    assert model.tokenizer.eod_id == 256
+    greedy = {"temperature": 0, "max_tokens": 6}
+    with_bos, without = (model.tokenizer.decode(model.generate(ids, **greedy)) for ids in ([32, 97], [97]))
+    assert with_bos != without
+    assert model.generate("a", special_tokens=True, **greedy) == with_bos
+    assert model.generate("a", **greedy) == without
+    command = ["generate", run, "--prompt", "a", "--max-tokens", 6, "--temperature", 0]
+    assert output(capsys, *command, "--special-tokens") == f"a {with_bos}\n"
+    assert output(capsys, *command) == f"a {without}\n"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
@@ -94,6 +95,7 @@ def test_choices_are_those_of_the_library():
     from megalin.data.config import SPLITS
     from megalin.data.corpus.documents import DEFAULT_DOCUMENT_BYTES
     from megalin.data.corpus.rules import RULES
+    from megalin.data.shards.token_files import RAW_DTYPES, Format
     from megalin.evaluation.choices.suite import DEFAULT_TASKS
     from megalin.evaluation.generated.haystack import HAYSTACKS
     from megalin.evaluation.generated.retrieval import NUM_DEPTHS
@@ -114,3 +116,5 @@ def test_choices_are_those_of_the_library():
     assert tuple(MQAR_SETTINGS) == choices.MQAR_SETTINGS
     assert tuple(TOKENIZERS) == choices.TOKENIZERS
     assert choices.DOCUMENT_BYTES == DEFAULT_DOCUMENT_BYTES
+    assert get_args(Format) == choices.TOKEN_FORMATS
+    assert choices.RAW_DTYPES == RAW_DTYPES

@@ -86,7 +86,7 @@ def test_report_of_a_run_is_one_file(trained, capsys, tmp_path):
     printed = output(capsys, "report", trained, "--output", tmp_path / "r.html")
     assert printed.endswith("r.html: step 12 of 12, finished\n")
     text = (tmp_path / "r.html").read_text()
-    assert f"{metrics(trained)[-1]['evaluation_loss']:.4f} nats a token, after step 12" in text
+    assert f"{metrics(trained)[-1]['evaluation_loss']:.4f} nats a token, over" in text
     assert "step-00000012, 3 files" in text
     assert "decay_scan" in text
     assert "on 1 x cpu" in text

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,6 @@ def test_start_lines_name_the_run_and_warn_of_suspicious_values(config, tmp_path
     assert "compiles for minutes" not in shown
 
 
-def _contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
-@pytest.mark.parametrize("override", ["data.train=['missing']", "model.hidden_size=24"])
-def test_a_refused_run_changes_nothing_and_leaves_no_folder(config, run, tmp_path, override, fails):
-    before = _contents(run)
-    assert fails((DATA, CHECKPOINT)[override.startswith("model")], "train", config, "--folder", run, override)
-    assert _contents(run) == before
-    if override.startswith("data"):
-        assert fails(DATA, "train", config, "--folder", tmp_path / "runs" / "new", override)
-        assert not (tmp_path / "runs").exists()
-
-
 def test_a_model_beyond_the_memory_of_the_host_is_refused_on_a_cpu(config, tmp_path, fails, monkeypatch):
     monkeypatch.setattr("megalin.api.trainer.device_memory_bytes", lambda device: 600_000)
     message = fails(CONFIG, "train", config, "--folder", tmp_path / "run", "train.micro_batch_size=4")
@@ -91,6 +78,26 @@ def test_a_model_beyond_the_memory_of_the_host_is_refused_on_a_cpu(config, tmp_p
 
 def _incidents(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
+
+
+def test_a_start_shows_the_progress_of_its_slow_work(run, config, monkeypatch):
+    fractions: dict[str, list[float]] = {}
+
+    @contextmanager
+    def record(name, *, shown=True):
+        assert shown
+        yield fractions.setdefault(name, []).append
+
+    for place in ("train.loop", "parallel.initialisation", "checkpoint.verification", "checkpoint.load"):
+        monkeypatch.setattr(f"megalin.{place}.slow_work", record)
+    assert main(["train", str(config), "--folder", str(run)]) == 0
+    newest = run / "checkpoints" / "step-00000012"
+    initialising = "initialising the weights"
+    assert list(fractions) == [
+        *("opening the data", "verifying the shards", f"verifying {newest}", initialising, f"loading {newest}"),
+    ]
+    assert fractions[initialising] == sorted(fractions[initialising])
+    assert fractions[initialising][-1] == pytest.approx(1.0)
 
 
 def test_finished_run_is_reported_as_finished(run, config, capsys):
@@ -267,7 +274,10 @@ def test_tokenizer_with_more_ids_than_the_model_is_refused(fails, config, tmp_pa
         ("model.layers.1.repeat=2", "model.blocks.2.0.type: None in the checkpoint, 'tnl' in the config"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused(fails, run, config, override, message):
+def test_checkpoint_of_another_model_is_refused_before_the_engine_is_built(
+    fails, run, config, override, message, monkeypatch
+):
+    monkeypatch.setattr("megalin.train.loop._make_engine", pytest.fail)
     error = fails(CHECKPOINT, "train", config, "train.steps=14", override, "--folder", run)
     assert "step-00000012 is of another model; restore these values or start in a new run folder" in error
     assert message in error

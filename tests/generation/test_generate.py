@@ -56,7 +56,10 @@ def test_logits_after_prompts_of_several_lengths_are_those_of_each_alone(case):
             torch.testing.assert_close(own, alone, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (not case.representative)) for case in CASES],
+)
 def test_a_batch_of_prompts_of_several_lengths_is_each_of_them_alone(case):
     built, sampling = build(case.model, dtype=torch.float32), Sampling(temperature=1.0, seed=3)
 

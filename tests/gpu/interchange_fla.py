@@ -81,6 +81,11 @@ def _mamba(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
     return _model(width, layers, vocabulary, [{"type": "mamba1"}], residual_dtype="float32", init_std=0.1)
 
 
+def _mamba2(width: int, layers: int, vocabulary: int, groups: int) -> dict[str, Any]:
+    mixer = {"type": "mamba2", "num_groups": groups, "head_dim": 16}
+    return _model(width, layers, vocabulary, [mixer], residual_dtype="float32", init_std=0.1)
+
+
 def _recurrence(width: int, layers: int, vocabulary: int, **fields: Any) -> dict[str, Any]:
     glu = {"type": "glu", "intermediate_size": width * 3, "activation": "silu"}
     sublayers = [{"type": "recurrence", "num_heads": 4, **fields}, glu]
@@ -96,6 +101,8 @@ CASES = {
     "llama-tiny": Case("transformers", "LlamaForCausalLM", _llama(128, 2, 4, 300), (None,)),
     "mamba-tiny": Case("transformers", "MambaForCausalLM", _mamba(128, 2, 300), (None,)),
     "mamba-130m": Case("transformers", "MambaForCausalLM", _mamba(768, 24, 50280), (None,)),
+    "mamba2-tiny": Case("transformers", "Mamba2ForCausalLM", _mamba2(128, 2, 300, 1), (None,)),
+    "mamba2-groups": Case("transformers", "Mamba2ForCausalLM", _mamba2(128, 2, 300, 4), (None,)),
     "llama-125m": Case("transformers", "LlamaForCausalLM", _llama(768, 12, 12, 32000), (None,)),
     "hgrn2-tiny": Case("fla.models", "HGRN2ForCausalLM", _hgrn2(128, 2, 4, 300), FLA_MODES),
     "hgrn2-125m": Case("fla.models", "HGRN2ForCausalLM", _hgrn2(768, 12, 6, 32000), STEPWISE),

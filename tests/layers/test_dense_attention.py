@@ -162,7 +162,7 @@ def defined(mixer: DenseAttention, x: Tensor, valid: Tensor, ids: Tensor, dy: Te
 @every_kind
 @every_head_case
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (15, 16)), 17, 40])
 def test_values_and_gradients_equal_the_equations(kind: str, heads: int, padded: bool, length: int):
     mixer, (x, valid) = build(configured(kind, heads)), inputs_of(length, padded=padded)
     dy, ids = torch.randn_like(x), torch.zeros(3, length, dtype=torch.int32)

@@ -211,6 +211,7 @@ def _second_document(names: tuple[str, ...]) -> dict[str, list[Arrays]]:
     return found
 
 
+@pytest.mark.slow
 def test_another_document_does_not_move_a_bit_across_ranks():
     for found in run_ranks(3, _second_document, (*RECURRENT, "softmax", "three-heads", "two-attentions")):
         for name, (one, other) in found.items():

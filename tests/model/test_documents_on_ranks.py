@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -72,9 +74,17 @@ def changed_elements(names: list[str], cp: int, dtype: torch.dtype, exchange: Ex
     return found
 
 
-@pytest.mark.parametrize(("cp", "dtype", "exchange"), WAYS, ids=str)
-def test_other_documents_move_no_bit(cp: int, dtype: torch.dtype, exchange: ExchangeName):
+@pytest.mark.parametrize(
+    ("names", "cp", "dtype", "exchange"),
+    [
+        pytest.param(MODELS, *WAYS[0], id="every case on one rank"),
+        pytest.param([case.name for case in REPRESENTATIVES], *WAYS[1], id="ring"),
+        pytest.param([case.name for case in (*REPRESENTATIVES, *SHARED_KEYS)], *WAYS[2], id="all-gather"),
+        pytest.param(MODELS, *WAYS[2], id="every case", marks=pytest.mark.slow),
+    ],
+)
+def test_other_documents_move_no_bit(names: Iterable[str], cp: int, dtype: torch.dtype, exchange: ExchangeName):
     """Compares logits, losses, and the gradients of all losses with respect to embedded tokens."""
-    names = list(MODELS) if exchange != "ring" else [case.name for case in REPRESENTATIVES]
+    names = list(names)
     for found in run_ranks(cp, changed_elements, names, cp, dtype, exchange, timeout=200.0):
         assert {what: count for what, count in found.items() if count} == {}

@@ -59,7 +59,7 @@ def _results(model: Encoder, batch: EncoderBatch, documents: Tensor | None) -> d
 
 def _packed(tp: int, cp: int) -> list[Arrays]:
     found = []
-    for sequence_parallel in (False, True):
+    for sequence_parallel in (False, True)[:tp]:
         for case in PACKED:
             model, mesh = _model(case, tp, cp=cp, sequence_parallel=sequence_parallel, dtype=torch.float64)
             num_samples = 4 // mesh.samples.size
@@ -81,7 +81,7 @@ def _packed(tp: int, cp: int) -> list[Arrays]:
 def test_packed_documents_on_meshes_equal_one_process(world_size: int, tp: int, cp: int):
     expected = [_results(build(case.model), make_batch(case.model), DOCUMENTS) for case in PACKED]
     for rank in run_ranks(world_size, _packed, tp, cp):
-        for found, truth in zip(rank, expected * 2, strict=True):
+        for found, truth in zip(rank, expected * min(tp, 2), strict=True):
             assert_close(to_tensors(found), truth, 1e-11)
 
 

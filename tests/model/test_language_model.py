@@ -102,7 +102,9 @@ def test_every_weight_changes_the_loss(case: Case):
 
 
 @every_case
-@pytest.mark.parametrize("cut", [1, CHUNK - 1, CHUNK, CHUNK + 1, 20, LENGTH - 1])
+@pytest.mark.parametrize(
+    "cut", [1, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (CHUNK - 1, 20, LENGTH - 1)), CHUNK, CHUNK + 1]
+)
 def test_whole_equals_first_half_then_second_half(case: Case, cut: int):
     """The cuts are inside documents and at their ends, inside chunks and at their ends."""
     model, inputs = build(case.model), make_inputs()
@@ -322,7 +324,7 @@ def vector_scan_extra(length: int, chunk_size: int, key_dim: int, value_dim: int
 
 
 @every_case
-@pytest.mark.parametrize("length", [1, 5, 80])
+@pytest.mark.parametrize("length", [1, pytest.param(5, marks=pytest.mark.slow), 80])
 def test_flops_are_those_of_a_counted_forward(case: Case, length: int):
     """Lengths of a token, at most one chunk, and several chunks."""
     model = build(case.model, dtype=torch.float32)

@@ -19,7 +19,7 @@ from megalin.parallel.collectives import all_gather
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
-from tests.cases import CASES, NAMES, VOCAB_SIZE, Case, build, make_inputs
+from tests.cases import CASES, NAMES, REPRESENTATIVES, VOCAB_SIZE, Case, build, make_inputs
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, make_mesh, materialise, to_arrays, to_tensors
 from tests.parallel.shared_memory import buffers_in_files
@@ -35,14 +35,18 @@ class Layout(NamedTuple):
     shard: int | None = None
     recompute: bool = False
     async_tp: bool = False
+    cases: tuple[str, ...] = tuple(NAMES)
+
+
+MIXERS = tuple(case.name for case in REPRESENTATIVES)
 
 
 LAYOUTS = {
     "one rank": Layout(1, 1),
     "tp2": Layout(2, 2),
-    "dp3 sharded": Layout(3, 1),
+    "dp3 sharded": Layout(3, 1, cases=MIXERS),
     "tp3 sequence parallel, async": Layout(3, 3, sequence_parallel=True, async_tp=True),
-    "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2),
+    "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2, cases=MIXERS),
 }
 MORE_LAYOUTS = {
     "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
@@ -50,6 +54,8 @@ MORE_LAYOUTS = {
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),
     "tp4 sequence parallel": Layout(4, 4, sequence_parallel=True),
     "tp2 dp2 replicated, recomputed": Layout(4, 2, shard=1, recompute=True),
+    "dp3 sharded, every case": Layout(3, 1),
+    "tp2 dp2 sharded, sequence parallel, every case": Layout(4, 2, sequence_parallel=True, shard=2),
     "dp4 hybrid": Layout(4, 1, shard=2),
 }
 
@@ -85,7 +91,8 @@ def _run(layout: Layout, folder: Path) -> tuple[int, dict[str, Arrays]]:
     with patch.object(meshes, "open_async_tp_buffers", buffers_in_files(folder)) if layout.async_tp else nullcontext():
         mesh = make_mesh(layout.tp, sequence_parallel=layout.sequence_parallel, shard=layout.shard)
     assert (mesh.tp.buffers is not None) == layout.async_tp
-    return mesh.data.rank, {case.name: to_arrays(_outcome(case, mesh, layout.recompute)) for case in CASES}
+    cases = [case for case in CASES if case.name in layout.cases]
+    return mesh.data.rank, {case.name: to_arrays(_outcome(case, mesh, layout.recompute)) for case in cases}
 
 
 @lru_cache
@@ -118,16 +125,17 @@ def by_rank(layout: Layout, name: str) -> list[tuple[dict[str, Tensor], dict[str
     return pairs
 
 
-every_layout = pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, id=name) for name, layout in LAYOUTS.items()]
-    + [pytest.param(layout, id=name, marks=pytest.mark.slow) for name, layout in MORE_LAYOUTS.items()],
+every_case_of_every_layout = pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(case, layout, id=f"{case}-{name}", marks=[pytest.mark.slow] * (name in MORE_LAYOUTS))
+        for name, layout in (LAYOUTS | MORE_LAYOUTS).items()
+        for case in layout.cases
+    ],
 )
-every_case = pytest.mark.parametrize("name", NAMES)
 
 
-@every_layout
-@every_case
+@every_case_of_every_layout
 def test_initial_weights_and_buffers_do_not_depend_on_the_mesh(name: str, layout: Layout):
     """Compares bits; memory held NaN before."""
     for found, expected in by_rank(layout, name):
@@ -136,8 +144,7 @@ def test_initial_weights_and_buffers_do_not_depend_on_the_mesh(name: str, layout
                 assert torch.equal(found[key], expected[key]), key
 
 
-@every_layout
-@every_case
+@every_case_of_every_layout
 def test_losses_and_every_gradient_equal_one_process(name: str, layout: Layout):
     for found, expected in by_rank(layout, name):
         assert_close(found, expected, 1e-11)

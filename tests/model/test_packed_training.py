@@ -41,7 +41,10 @@ def train(model: LanguageModel, batches: Sequence[Inputs]) -> list[Tensor]:
     return history
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (not case.representative)) for case in CASES],
+)
 def test_packed_and_single_documents_train_alike(case: Case):
     packed = make_inputs()
     singles = documents(packed)

@@ -152,7 +152,7 @@ INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_ran
             ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *INTERLEAVED],
             marks=pytest.mark.slow,
         ),
-        (4, ["parallel.pp=2", "parallel.cp=2"]),
+        pytest.param(4, ["parallel.pp=2", "parallel.cp=2"], marks=pytest.mark.slow),
         pytest.param(
             2,
             ["parallel.pp=2", 'parallel.pp_schedule="zero_bubble"', "parallel.pp_stages_per_rank=2"],

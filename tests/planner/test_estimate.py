@@ -23,6 +23,7 @@ def test_estimates_are_near_what_was_measured(name):
     assert seconds == pytest.approx(NAMED[name].step_seconds, rel=0.2)
 
 
+@pytest.mark.slow
 def test_async_tensor_parallelism_is_fastest_and_sequence_parallelism_slowest():
     """The order on two H200, with memory within 2 % and time within 5 %."""
     run = "transnormerllm-7b-64k, 1 x 2 x 2048, tp 2"

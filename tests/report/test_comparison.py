@@ -67,17 +67,25 @@ def test_stored_results_stand_next_to_each_other(runs, tmp_path):
 
 def test_newest_held_out_numbers(runs):
     """Bits per byte come from the loop or from `megalin eval`; the latter's loss counts at the same step."""
-    run = read_run(runs[1])
-    cells = dict(zip(("run", "status", *comparison._summary_names()), comparison._summary("b", run), strict=True))
+    cells = comparison._summary(read_run(runs[1]))
     assert (cells["held-out loss"], cells["held-out bits per byte"]) == ("3.5000", "")
-    write_results(runs[1], 10, {"loss": {"validation": {"loss": 3.25, "bits_per_byte": 1.125}, "test": {"loss": 9.0}}})
-    cells = dict(
-        zip(("run", "status", *comparison._summary_names()), comparison._summary("b", read_run(runs[1])), strict=True)
-    )
-    assert (cells["held-out loss"], cells["held-out bits per byte"]) == ("3.2500", "1.1250")
+    validation = {"loss": 3.25, "bits_per_byte": 1.125, "tokens": 5000}
+    write_results(runs[1], 10, {"loss": {"validation": validation, "test": {"loss": 9.0}}})
+    cells = comparison._summary(read_run(runs[1]))
+    assert [cells[f"held-out {name}"] for name in ("loss", "loss over", "bits per byte")] == [
+        *("3.2500", "5,000 tokens", "1.1250"),
+    ]
     mean = 4.0 - 0.055
     assert cells["in bits a token"] == f"{mean / math.log(2):.4f}"
     assert cells["perplexity, e^nats = 2^bits"] == f"{math.exp(mean):.4f}" == f"{2 ** (mean / math.log(2)):.4f}"
+
+
+def test_keys_that_differ_are_listed(runs, tmp_path):
+    (runs[0] / "config.toml").write_text('[train]\nsteps = 3\n[model]\nlayers = [{repeat = 2, type = "tnl"}]\n')
+    (runs[1] / "config.toml").write_text('[train]\nsteps = 4\n[model]\nlayers = [{repeat = 2, type = "glu"}]\n')
+    text = Page(write_comparison(runs, tmp_path / "compare.html")[0].read_bytes()).text
+    assert "train.steps34model.layers.0.typetnlglu" in text
+    assert "model.layers.0.repeat" not in text
 
 
 def test_curves_are_over_tokens_and_flops(runs):

@@ -133,6 +133,8 @@ def test_report_shows_the_content_of_the_folder(tmp_path):
         {"step": step, "loss": 4.0 - step / 100, "tokens_per_second": 1000.0 * (1 + step % 3), "tokens": 4096 * step}
         for step in range(1, 101)
     ]
+    for line in lines:
+        line["learning_rate"] = 1e-3 * line["step"]
     lines[49] |= {"evaluation_loss": 3.625, "evaluation_tokens": 5000, "evaluation_bits_per_byte": 1.25}
     lines[99] |= {"peak_memory_bytes": 3 * 2**30, "step_seconds": 90.0, "data_wait_seconds": 9.0, "loss": 3.125}
     run = write_run(tmp_path / "mine", lines=lines, started="on 2 x cpu", resumed="on 4 x cpu")
@@ -141,11 +143,11 @@ def test_report_shows_the_content_of_the_folder(tmp_path):
     assert record.checkpoint is None
     parsed = Page((tmp_path / "report.html").read_bytes())
     assert_harmless(parsed)
-    assert len(parsed.sources()) == 2
+    assert len(parsed.sources()) == 3
     for expected in (
         "step 100 of 3, finished",
         "3.1250 nats a token",
-        "3.6250 nats a token, after step 50",
+        "3.6250 nats a token, over 5,000 tokens, after step 50",
         "409,600",
         "2,000 tokens/s, the median step",
         "3.00 GiB, rank 0",
@@ -166,7 +168,15 @@ def test_losses_of_an_encoder_are_shown_separately(tmp_path):
     assert run.progress.curves["mlm_loss"] == [(1, 2.75)]
     parsed = Page(page(run))
     assert_harmless(parsed)
-    for expected in ("mlm accuracy", "12.50%", "75.00%", "2.5000", "1,000", "3.5000 nats", "3.0000 nats, after"):
+    for expected in (
+        "mlm accuracy",
+        "12.50%",
+        "75.00%",
+        "2.5000",
+        "1,000",
+        "3.5000 nats",
+        "3.0000 nats, over 50 sequences, after",
+    ):
         assert expected in parsed.text, expected
     assert "nats a token" not in parsed.text
 
@@ -265,7 +275,11 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path):
         ("kernels.json", "[" * 10**5, "kernels.json: not JSON"),
         ("environment.json", "[]", "environment.json: not a JSON object"),
         ("environment.json", None, "environment.json: cannot be read"),
-        ("metrics.jsonl", None, "metrics.jsonl: cannot be read (Is a directory)"),
+        (
+            "metrics.jsonl",
+            None,
+            "metrics.jsonl: cannot be read (expected a regular file, found a folder, pipe or device)",
+        ),
     ],
 )
 def test_unreadable_files_are_named(tmp_path, name, text, problem):

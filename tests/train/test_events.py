@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalin.errors import NumericError, StorageError
+from megalin.errors import ConfigError, NumericError, StorageError
 from megalin.train.events import EventLog
 
 _log = logging.getLogger("megalin.somewhere")
@@ -24,6 +24,12 @@ def _end(path: Path, step: int, done: int, error: BaseException) -> None:
     with EventLog(path) as event_log:
         event_log.begin(step, "on 1 x cpu")
         event_log.step = done
+        raise error
+
+
+def _fail_early(path: Path, error: BaseException) -> None:
+    with EventLog(path):
+        _log.warning("checkpoint skipped")
         raise error
 
 
@@ -70,6 +76,7 @@ def test_line_that_a_crash_tore_is_cut_off(tmp_path):
 
 def test_full_disk_does_not_end_the_run(tmp_path, caplog):
     with EventLog(tmp_path / "incidents.jsonl") as event_log, Path("/dev/full").open("wb") as full:
+        event_log.begin(0, "on 1 x cpu")
         os.dup2(full.fileno(), event_log._file._file._descriptor)
         for _ in range(2):
             _log.warning("a kernel fell back")
@@ -79,4 +86,16 @@ def test_full_disk_does_not_end_the_run(tmp_path, caplog):
 
 def test_file_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"none/incidents\.jsonl: cannot be written \(No such file"):
-        EventLog(tmp_path / "none" / "incidents.jsonl")
+        EventLog(tmp_path / "none" / "incidents.jsonl").begin(0, "on 1 x cpu")
+
+
+def test_lines_before_the_start_are_those_of_a_run_unless_it_is_refused(tmp_path, caplog):
+    for error, kinds in ((ConfigError("no"), []), (KeyboardInterrupt(), ["warning", "error"])):
+        with pytest.raises(type(error)):
+            _fail_early(tmp_path / "incidents.jsonl", error)
+        lines = _lines(tmp_path) if kinds else []
+        assert [line["kind"] for line in lines] == kinds
+        assert (tmp_path / "incidents.jsonl").exists() == (kinds != [])
+    with pytest.raises(KeyboardInterrupt):
+        _fail_early(tmp_path / "none" / "incidents.jsonl", KeyboardInterrupt())
+    assert "none/incidents.jsonl: cannot be written" in caplog.text

@@ -67,6 +67,7 @@ def test_pairs_and_queries_share_no_chunk_and_answers_are_even():
     assert conditional.item() == pytest.approx(STATELESS_ENTROPY, abs=5e-3)
 
 
+@pytest.mark.slow
 def test_associative_recall_is_learned_far_below_what_a_stateless_model_can_reach():
     generator = torch.Generator().manual_seed(0)
     config, schedule = OptimizerConfig(lr=1e-2, weight_decay=0.0), ScheduleConfig(warmup_steps=20, min_lr_ratio=0.05)

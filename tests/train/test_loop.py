@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 from collections.abc import Callable, Iterator
@@ -106,6 +107,15 @@ def test_run_without_validation_evaluates_nothing(config, plain, tmp_path):
     assert result.evaluation is None
     assert losses(tmp_path) == losses(plain)
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_finished_run_whose_curve_cannot_be_written_is_complete(plain, config, tmp_path, caplog):
+    shutil.copytree(plain, tmp_path / "run")
+    (tmp_path / "run" / "loss.png").mkdir()
+    with process_group(CPU):
+        assert train_here(config, tmp_path / "run", loss_curve=True).step == 12
+    assert "no loss curve: " in caplog.text
+    assert "loss.png: cannot be written (Is a directory)" in caplog.text
 
 
 def test_bf16_run_follows_the_fp32_run(config, plain, tmp_path):

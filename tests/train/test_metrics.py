@@ -92,7 +92,7 @@ def test_an_interrupted_cut_leaves_the_lines_alone(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written \(No space left.*free space, or choose"):
+    with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be written: No space left.*the free space"):
         _metrics(tmp_path, resumed_step=0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -160,10 +160,25 @@ def test_step_that_does_not_fit_is_taken_back_whole(tmp_path, monkeypatch, caplo
     assert _scalars(tmp_path, "loss") == [(1, 1.0), (3, 3.0)]
 
 
-def test_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_events_that_cannot_be_written_are_a_warning(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file, where a folder belongs")
-    with pytest.raises(StorageError, match="tensorboard: cannot be written"):
+    with _metrics(tmp_path) as metrics:
+        metrics.write(1, {"loss": 1.0})
+    assert "tensorboard cannot be written (File exists); training continues" in caplog.text
+    assert _lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.jsonl.tmp"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_metrics_are_never_written_through_a_link_or_a_pipe(tmp_path, name, kind):
+    with _metrics(tmp_path) as metrics:
+        metrics.write(1, {"loss": 1.0})
+    (tmp_path / "outside").write_text("precious\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "outside") if kind == "link" else os.mkfifo(tmp_path / name)
+    with pytest.raises(StorageError, match=rf"{name}: cannot be written"):
         _metrics(tmp_path)
+    assert (tmp_path / "outside").read_text() == "precious\n"
 
 
 def test_plain_lines_come_every_interval_and_at_the_edges(tmp_path):

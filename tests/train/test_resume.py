@@ -37,12 +37,17 @@ from tests.ranks import RankFailedError, run_ranks
 STOP = 5
 MESHES = {
     "single": (1, []),
-    "single_accumulating": (1, ["train.micro_batch_size=1", "data.workers=3", "data.read_ahead_steps=2"]),
     "tp2": (2, ["parallel.tp=2"]),
-    "cp3": (3, ["parallel.cp=3"]),
-    "dp2_accumulating": (2, ["train.micro_batch_size=1", "train.recompute=true"]),
+    "dp2_accumulating": (
+        2,
+        ["train.micro_batch_size=1", "train.recompute=true", "data.workers=3", "data.read_ahead_steps=2"],
+    ),
 }
-SLOW_MESHES = {"cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"])}
+SLOW_MESHES = {
+    "single_accumulating": (1, ["train.micro_batch_size=1", "data.workers=3", "data.read_ahead_steps=2"]),
+    "cp3": (3, ["parallel.cp=3"]),
+    "cp2_dp2": (4, ["parallel.cp=2", "parallel.shard=2"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +150,7 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
     return messages
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path, late):
     mesh, folder = "dp2_accumulating", tmp_path / "run"
     world_size, overrides = MESHES[mesh]
@@ -193,7 +198,7 @@ def num_events(config: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
     return run_ranks(1, _train_until_killed, config, tmp_path_factory.mktemp("events") / "run", [], 0)[0]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_runs, num_events, tmp_path, seed):
     event = random.Random(seed).randint(num_events // 8, num_events)
     folder = tmp_path / "run"

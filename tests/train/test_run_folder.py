@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +96,38 @@ def test_every_rank_raises_what_rank_zero_met(tmp_path: Path) -> None:
     first, second = run_ranks(2, _claim_on_ranks, tmp_path)
     assert first == second
     assert first.startswith(f"cannot write run folder {tmp_path / 'file' / 'run'}: ")
+
+
+@pytest.mark.parametrize("name", ["loss.png", "tensorboard", "checkpoints", "metrics.jsonl.tmp", "config.toml"])
+@pytest.mark.parametrize("kind", ["symbolic link", "named pipe"])
+def test_links_and_pipes_among_the_files_of_a_run_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "outside").mkdir()
+    if kind == "named pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(StorageError, match=rf"{name} is a {kind}.*; a run writes only files and folders of its own"):
+        RunFolder(tmp_path)
+    assert not list((tmp_path / "outside").iterdir())
+    (tmp_path / name).unlink()
+    with RunFolder(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+def test_a_folder_on_a_read_only_mount_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    create = tempfile.TemporaryFile
+
+    def refuse(*, dir: Path) -> Any:
+        if dir == tmp_path / name:
+            raise OSError(errno.EROFS, "Read-only file system", str(dir))
+        return create(dir=dir)
+
+    monkeypatch.setattr("megalin.train.run_folder.tempfile.TemporaryFile", refuse)
+    with pytest.raises(StorageError, match=rf"Read-only file system: '{tmp_path / name}'"):
+        RunFolder(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

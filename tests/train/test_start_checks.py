@@ -9,7 +9,7 @@ import torch
 
 from megalin.errors import ConfigError
 from megalin.ops.dispatch.backend import Choice
-from megalin.parallel.agreement import gather_texts, rank
+from megalin.parallel.agreement import rank
 from megalin.train import run_log, start_checks
 from megalin.train.run_log import RunLog
 from megalin.train.start_checks import check_same_start, code_digest
@@ -85,12 +85,3 @@ def test_other_kernels_on_a_rank_are_warned_about():
     assert first[2:] == [
         "shared: rank 1 uses triton (why), lower ranks cuda (why); their rounding and speed may differ"
     ]
-
-
-def _texts() -> list[str]:
-    return gather_texts("é" * rank())
-
-
-def test_texts_of_all_ranks_are_gathered():
-    assert run_ranks(3, _texts) == [["", "é", "éé"]] * 3
-    assert gather_texts("alone") == ["alone"]

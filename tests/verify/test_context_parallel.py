@@ -14,7 +14,7 @@ from megalin.parallel.mesh import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import TensorError, kind
 from megalin.verify.run import FaultResult, self_test
-from tests.cases import CASES, GLU, REPRESENTATIVES, model
+from tests.cases import CASES, GLU, MAMBA2, REPRESENTATIVES, model
 from tests.cases import Case as MixerCase
 from tests.encoder_cases import CASES as ENCODERS
 from tests.ranks import run_ranks
@@ -50,6 +50,8 @@ WITH_HALO = [case for case in MIXER_CASES if case.cp is not None and case.cp.hal
 """Convolutions and windows, whose halo covers several ranks if shards are short."""
 GROUPED = [attention_case(8, 2), attention_case(6, 3)]
 """Key heads that 4 ranks have to repeat, and query heads that 4 ranks do not divide, so keys are gathered."""
+GROUPED_KEYS = [MixerCase("mamba2 of 4 groups", model({"sublayers": [MAMBA2 | {"num_groups": 4}], "repeat": 2}))]
+"""Groups of heads with a B and C of their own, which tensor parallelism shards."""
 WITH_FOLD = by_name("tnl", "rodimus_plus", "mamba2", "cosformer2")
 """A fixed decay, input-dependent decays a key and a head, and no decay."""
 
@@ -76,6 +78,7 @@ FAST_CASES_OF = {
     | named(WITH_FOLD, cp=3, cp_exchange="ring"),
     4: named(WITH_HALO, cp=4, length=8)
     | named(GROUPED, cp=4, length=12)
+    | named(GROUPED_KEYS, cp=2, tp=2, length=12)
     # Windows wider than a shard, and windows none of which crosses shards.
     | named(ENCODERS[2:3], cp=4, length=12)
     | named(ENCODERS[2:3], cp=4, length=32),
@@ -85,6 +88,7 @@ SLOW_CASES_OF = {
     3: named([case for case in MIXER_CASES if case not in REPRESENTATIVES], cp=3, recompute=True),
     4: named(REPRESENTATIVES, cp=2, tp=2, sequence_parallel=True)
     | named(WITH_FOLD, cp=4, cp_exchange="ring", recompute=True)
+    | named(GROUPED_KEYS, tp=4, sequence_parallel=True)
     | named(ENCODERS[-1:], cp=4, cp_exchange="ring", length=36)
     | named(ENCODERS, cp=2, tp=2, sequence_parallel=True, length=36),
 }

@@ -15,6 +15,7 @@ MIXER = {
     "num_key_value_heads": NUM_HEADS,
     "head_dim": 10,
     "qkv_bias": True,
+    "output_bias": True,
     "qk_norm": True,
     "rope_scaling": {"type": "llama3", "factor": 8.0, "original_length": 16},
 }

@@ -8,13 +8,18 @@ from pathlib import Path
 from megalin.commands.arguments.choices import DOCUMENT_BYTES, DTYPES, RULES, TOKENIZERS
 from megalin.commands.arguments.command import Command
 
-_FORMATS = ".jsonl/.json (an object per line), .txt (one document), each also .gz, .bz2, .zst; .parquet"
+_FORMATS = ".jsonl/.json (an object per line), .txt (one document), each also .gz, .bz2, .xz, .zst; .parquet, .arrow"
 _SAME_OUTPUT = "the output is the same for any number"
 
 
 def _train_tokenizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files, globs or @FILE: .jsonl, .txt, also .gz, .bz2, .zst; .parquet")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, globs or @FILE: .jsonl, .txt, also .gz, .bz2, .xz, .zst; .parquet, .arrow",
+    )
     add("--json-keys", nargs="+", default=["text"], help="keys of text; bad lines are skipped (text)")
     add("--vocab-size", type=int, required=True, help="vocabulary size, with the 256 bytes and <|endoftext|>")
     add("--special-tokens", nargs="+", default=[], help="tokens that never occur in text, as [CLS] [SEP] [MASK] [PAD]")

@@ -10,7 +10,7 @@ from megalin.commands.arguments.command import Command
 DATA: Mapping[str, Sequence[Command]] = {
     "text": (corpora.CLEAN, corpora.DEDUPLICATE, corpora.SCORE, corpora.TRAIN_TOKENIZER, corpora.PREPROCESS),
     "shards": (shards.INSPECT, shards.MERGE, shards.GENERATE_TASK),
-    "from elsewhere": (shards.GET_EVALUATION_DATA, shards.IMPORT_CONFIG),
+    "from elsewhere": (shards.IMPORT_TOKENS, shards.GET_EVALUATION_DATA, shards.IMPORT_CONFIG),
 }
 """The commands of `megalin data`."""
 DATA_HELP = "make training data: clean text, train a tokenizer, write and inspect token shards, generate tasks"

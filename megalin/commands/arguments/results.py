@@ -58,6 +58,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompts", metavar="FILE", help='JSON Lines, a text as "prompt" in each; "-": from standard input'
     )
+    add("--special-tokens", action="store_true", help="put the ids before prompts that tokenizer.json adds (BOS)")
     add("--output", type=Path, metavar="FILE", help="write JSON Lines there, in the order of the prompts")
     add("--batch-size", type=int, default=16, help="prompts decoded together (16)")
     add("--max-tokens", type=int, default=128, help="maximum number of tokens to generate for each prompt (128)")

@@ -1,12 +1,12 @@
 """Arguments of `megalin data` for shards, tasks and configs: inspect, merge, generate-task, get-evaluation-data,
-import-config."""
+import-config, import-tokens."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megalin.commands.arguments.choices import MQAR_SETTINGS
+from megalin.commands.arguments.choices import MQAR_SETTINGS, RAW_DTYPES, TOKEN_FORMATS
 from megalin.commands.arguments.command import Command
 
 
@@ -55,6 +55,20 @@ def _import_config(parser: argparse.ArgumentParser) -> None:
     add("--deepspeed-config", type=Path, metavar="JSON", help="DeepSpeed JSON of a Megatron-DeepSpeed command")
 
 
+def _import_tokens(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="token files, joined in this order")
+    add("--output-prefix", required=True, help="writes <prefix>.{bin,idx,manifest.json}")
+    documents = parser.add_mutually_exclusive_group()
+    documents.add_argument("--eod-id", type=int, metavar="ID", help="token that ends each document (nanoGPT: 50256)")
+    documents.add_argument("--bos-id", type=int, metavar="ID", help="token that starts each document (llm.c: 50256)")
+    documents.add_argument("--one-document", action="store_true", help="each file is one document")
+    add("--format", choices=TOKEN_FORMATS, help="format of the files (by their first bytes and names)")
+    add("--dtype", choices=RAW_DTYPES, help=f"dtype of raw files ({RAW_DTYPES[0]})")
+    add("--vocab-size", type=int, help="refuse ids that are not below it, and write uint16 or int32 by it")
+    add("--tokenizer-model", help="the tokenizer of the ids: its vocabulary size; the manifest names it")
+
+
 INSPECT = Command(
     "inspect",
     "print a summary of a token shard, or its defect in one line",
@@ -100,5 +114,16 @@ IMPORT_CONFIG = Command(
     """\
 megalin data import-config pretrain_gpt.sh run.toml
 megalin data import-config pretrain_gpt.sh run.toml model.vocab_size=50304 --variable DATA_PATH=shards/text""",
+    adopts_launcher=False,
+)
+IMPORT_TOKENS = Command(
+    "import-tokens",
+    "convert token files of nanoGPT, llm.c, NumPy and datatrove to a shard",
+    _import_tokens,
+    "data.import_tokens",
+    """\
+megalin data import-tokens --input train.bin --eod-id 50256 --output-prefix shards/openwebtext
+megalin data import-tokens --input fineweb_train_*.bin --bos-id 50256 --output-prefix shards/fineweb
+megalin data import-tokens --input 00000_shuffled.ds --output-prefix shards/web --tokenizer-model tokenizer.json""",
     adopts_launcher=False,
 )

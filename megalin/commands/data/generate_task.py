@@ -17,6 +17,7 @@ from megalin.evaluation.tasks.mqar import MQAR, MQAR_SETTINGS
 from megalin.evaluation.tasks.registry import TASKS, build_task, sequence_tasks
 from megalin.evaluation.tasks.sequence_task import SequenceTask, split_seed
 from megalin.files import storage_errors
+from megalin.terminal_output import terminal
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,4 +80,4 @@ def _list() -> None:
         assert isinstance(task, SequenceTask)
         fields = ", ".join(f"{key}={value}" for key, value in task.model_dump().items())
         table.add_row(name, TASKS[name].description, fields, str(task.num_ids))
-    Console().print(table)
+    Console(file=terminal()).print(table)

@@ -13,6 +13,7 @@ from megalin.data.shards.indexed_dataset import manifest_path
 from megalin.data.shards.inspection import ShardSummary, digest_shard, inspect_shard, validate_shard
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
+from megalin.terminal_output import terminal
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,4 +55,4 @@ def _print(summary: ShardSummary) -> None:
             # Text, not markup: a corpus may contain brackets, and control characters must not reach the terminal.
             shown = value if name != "first_text" else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
             table.add_row(name, Text(str(shown), overflow="fold"))
-    Console().print(table)
+    Console(file=terminal()).print(table)

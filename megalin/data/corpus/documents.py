@@ -1,4 +1,4 @@
-"""Reader of documents from jsonl, parquet and plain text, in bounded memory; bad lines are reported by kind."""
+"""Reader of documents from jsonl, parquet, Arrow and plain text, in bounded memory; bad lines are reported by kind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import lzma
 import math
 import re
 import zlib
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
 
+from megalin.data.corpus.columnar import is_columnar, read_rows
 from megalin.data.corpus.inputs import PARQUET, PLAIN, Span, compression, content_suffix, whole
 from megalin.errors import DataError
 from megalin.files import open_input
@@ -35,7 +37,6 @@ DEFAULT_DOCUMENT_BYTES = 16 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 1 << 20
-_PARQUET_ROWS = 64  # decoded at a time
 # Text compresses about ten times; far more means a file made to exhaust its reader (a decompression bomb).
 _MAX_EXPANSION = 256
 _EXPANSION_FREE_BYTES = 1 << 30
@@ -43,11 +44,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON spells one
 
 
 class Document(NamedTuple):
-    """Text of one line, parquet row or text file."""
+    """Text of one line, row or text file."""
 
-    line: int  # from 1, counted from the start of the span; the row in parquet, 1 for a text file
+    line: int  # from 1, counted from the start of the span; the row in parquet or Arrow, 1 for a text file
     texts: tuple[str, ...]  # under each key
-    fields: dict[str, Any]  # the whole JSON object; of parquet and text only the keys
+    fields: dict[str, Any]  # the whole JSON object; of other formats only the keys
     size_bytes: int
 
 
@@ -72,7 +73,7 @@ class _RefusedError(Exception):
 class Reader:
     """Iterates over the documents and bad lines of a span, with at most `limit_bytes` of a line in memory.
 
-    A row of parquet is in memory before its length is known.
+    A row of parquet, and a record batch of Arrow, is in memory before its length is known.
 
     Attributes:
         lines: number read so far, including bad ones.
@@ -86,8 +87,8 @@ class Reader:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the file, as stored, that the current iteration has read; 0 for parquet."""
-        if self._raw is None or content_suffix(self.span.path) == PARQUET:
+        """Bytes of the file, as stored, that the current iteration has read; 0 for parquet and Arrow."""
+        if self._raw is None or is_columnar(self.span.path):
             return 0
         return max(min(self._raw.tell(), self.span.end) - self.span.start, 0)
 
@@ -96,18 +97,18 @@ class Reader:
 
         Raises:
             DataError: the file is missing, not a regular file, truncated, corrupt or fails while it is read; it expands
-                more than 256 times; it is parquet without a column of strings for each key.
+                more than 256 times; it is parquet or Arrow without a column of strings for each key.
             ConfigError: a library for this format is not installed.
         """
         path = self.span.path
         with open_input(Path(path), remedy="check --input") as raw:
             self._raw = raw
-            items = self._rows(raw) if content_suffix(path) == PARQUET else self._lines_of(raw)
+            items = self._rows(raw) if is_columnar(path) else self._lines_of(raw)
             try:
                 for item in items:
                     self.lines += 1
                     yield item
-            except (OSError, EOFError, zlib.error) as error:
+            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise DataError(
                     f"{path}: cannot be read: {reason} (at byte {raw.tell()}); check the disk, or copy the file again"
@@ -134,7 +135,7 @@ class Reader:
                 yield BadLine(path, number, refusal.kind, refusal.detail)
 
     def _rows(self, raw: BinaryIO) -> Iterator[Document | BadLine]:
-        for number, row in enumerate(_parquet_rows(raw, self.span, self.keys), start=1):
+        for number, row in enumerate(read_rows(raw, self.span, self.keys), start=1):
             try:
                 for key, value in zip(self.keys, row, strict=True):
                     if value is None:
@@ -154,6 +155,8 @@ def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES))
     if packed == "bz2":
         return io.BufferedReader(bz2.BZ2File(raw), _BUFFER_BYTES)
+    if packed == "xz":
+        return io.BufferedReader(lzma.LZMAFile(raw, format=lzma.FORMAT_XZ), _BUFFER_BYTES)
     if packed == "zst":
         # Arrow's reader detects a truncated file; zstandard's does not.
         arrow = require("pyarrow", f"{path}: reading .zst")
@@ -206,26 +209,6 @@ def _skip_line(file: BinaryIO, enough: int) -> int:
         if piece.endswith(b"\n"):
             break
     return skipped
-
-
-def _parquet_rows(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[tuple[bytes | None, ...]]:
-    """Yields the values of the columns `keys` in the row groups of the span, undecoded."""
-    arrow, parquet = require("pyarrow", f"{span.path}: reading parquet"), require("pyarrow.parquet", span.path)
-    try:
-        file = parquet.ParquetFile(raw)
-        kinds = {field.name: field.type for field in file.schema_arrow}
-        for key in keys:
-            kind = kinds.get(key)
-            if kind is None:
-                raise DataError(f"{span.path}: has no column {key!r}, only {', '.join(kinds)}; change --json-keys")
-            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_binary(kind)):
-                raise DataError(f"{span.path}: column {key!r} has type {kind}, not string; change --json-keys")
-        groups = list(range(span.start, span.end))
-        for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=list(keys), use_threads=False):
-            columns = [batch.column(key).cast(arrow.large_binary()).to_pylist() for key in keys]
-            yield from zip(*columns, strict=True)
-    except arrow.ArrowException as error:
-        raise DataError(f"{span.path}: not a parquet file, or damaged: {error}") from None
 
 
 def _utf8(data: bytes) -> str:

@@ -6,7 +6,7 @@ import glob
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megalin.errors import DataError
 from megalin.files import open_input, read_input
@@ -15,7 +15,8 @@ from megalin.optional import require
 JSON_LINES = (".jsonl", ".json")
 PLAIN = ".txt"
 PARQUET = ".parquet"
-_COMPRESSED = (".gz", ".bz2", ".zst")
+ARROW = (".arrow", ".feather")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LIST_LIMIT_BYTES = 256 << 20
 _DEEPEST_LIST = 4
 
@@ -23,7 +24,7 @@ _DEEPEST_LIST = 4
 class Span(NamedTuple):
     """Range of a file for one process: the lines that start in bytes [start, end), or these row groups of parquet.
 
-    A compressed or plain text file is one span from 0 to its size, because it cannot be read from the middle.
+    A compressed, plain text or Arrow file is one span from 0 to its size, because it is not read from the middle.
     """
 
     path: str
@@ -46,10 +47,11 @@ def expand_inputs(patterns: Sequence[str]) -> list[Path]:
         paths.update((Path(name), None) for name in found)
     for path in paths:
         content = content_suffix(path)
-        if content not in (*JSON_LINES, PLAIN, PARQUET) or (content == PARQUET and compression(path)):
+        columnar = content in (PARQUET, *ARROW)
+        if not (content in (*JSON_LINES, PLAIN) or (columnar and not compression(path))):
             raise DataError(
                 f"{path}: expected .jsonl or .json (one JSON object a line) or .txt (one document a file), also with "
-                ".gz, .bz2 or .zst, or .parquet; convert it first"
+                ".gz, .bz2, .xz or .zst, or .parquet, .arrow or .feather; convert it first"
             )
     return list(paths)
 
@@ -72,14 +74,14 @@ def _listed(patterns: Sequence[str], *, depth: int) -> Iterator[str]:
         yield from _listed([name for name in names if name], depth=depth + 1)
 
 
-def compression(path: str | Path) -> Literal["gz", "bz2", "zst"] | None:
-    """Compression of a file, by its name."""
+def compression(path: str | Path) -> str | None:
+    """Compression of a file, by its name: "gz", "bz2", "xz" or "zst"."""
     suffix = Path(path).suffix
-    return "gz" if suffix == ".gz" else "bz2" if suffix == ".bz2" else "zst" if suffix == ".zst" else None
+    return suffix[1:] if suffix in _COMPRESSED else None
 
 
 def content_suffix(path: str | Path) -> str:
-    """Suffix that determines the kind of content: the last one except .gz, .bz2 and .zst."""
+    """Suffix that determines the kind of content: the last one except that of a compression."""
     return Path(Path(path).stem if Path(path).suffix in _COMPRESSED else path).suffix
 
 
@@ -105,7 +107,7 @@ def split(path: Path, *, part_bytes: int | None) -> list[Span]:
             except (arrow.ArrowException, OSError) as error:
                 raise DataError(f"{path}: not a parquet file, or damaged: {error}") from None
             return _row_groups(str(path), groups, part_bytes)
-    if part_bytes is None or compression(path) or content_suffix(path) == PLAIN:
+    if part_bytes is None or compression(path) or content_suffix(path) in (PLAIN, *ARROW):
         return [Span(str(path), 0, size)]
     bounds = [*range(0, max(size, 1), part_bytes), size]
     return [Span(str(path), start, end) for start, end in itertools.pairwise(bounds)]

@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 
 from megalin.data.corpus.parts import CorpusProgress
 from megalin.errors import ConfigError
+from megalin.terminal_output import terminal
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def shown_progress(
     if not shown:
         yield lambda _: None
         return
-    console = Console(stderr=True)
+    console = Console(file=terminal(stderr=True))
     rates = Rates()
     if not console.is_terminal:
         lines = 0

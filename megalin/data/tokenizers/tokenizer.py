@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from megalin.data.tokenizers.formats import (
     TiktokenTokenizer,
     named_end_tokens,
 )
+from megalin.data.tokenizers.panics import panics_as_data_errors
 from megalin.data.tokenizers.whole_characters import WholeCharacters
 from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
 from megalin.errors import ConfigError, DataError
@@ -187,7 +189,10 @@ class HuggingFaceTokenizer:
         self.path = path
         self.digest = hashlib.sha256(data).hexdigest()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+            with panics_as_data_errors(path):
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise DataError(f"{path}: not a tokenizer.json: {error}") from error
         self._tokenizer.no_padding()
@@ -222,18 +227,27 @@ class HuggingFaceTokenizer:
             "or data.eod_token"
         )
 
+    def leading_special_ids(self) -> list[int]:
+        """The ids that the file's post-processor puts before a text, such as BOS; empty without such."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [number for number, _ in itertools.takewhile(lambda each: each[1], marked)]
+
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
+        with panics_as_data_errors(self.path):
+            return list(self._tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._encode_whole(texts) if self._cache is None else self._cache.encode_batch(texts)
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
+        with panics_as_data_errors(self.path):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        with panics_as_data_errors(self.path):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
         return self._vocabulary.get(token)

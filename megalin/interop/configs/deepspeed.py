@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.interop.configs.imported import ImportedConfig, Verdict
+from megalin.structured_text import parse_json
 from megalin.train.deepspeed_config import NEVER_OFF, STAGE_0_IN_BF16, UNSUPPORTED, nearest_key, refusals
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
@@ -69,7 +69,7 @@ _UNSUPPORTED_TABLES = {key.partition(".")[0] for key in (*UNSUPPORTED, *NEVER_OF
 def read_json(text: str, source: str) -> dict[str, Any]:
     """Parses a DeepSpeed config. Raises ConfigError if it is not a JSON object."""
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{source}: invalid JSON: {error}") from None
     if not isinstance(document, dict):

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-import yaml
-
 from megalin.errors import ConfigError
 from megalin.interop.configs.imported import ImportedConfig, Verdict, variable_hint
 from megalin.interop.configs.shell import read_script
+from megalin.structured_text import parse_yaml
 
 _INSIDE = re.compile(r"\.py\s.*--", re.DOTALL)
 _NUMBER = re.compile(r"-?\.?\d")
@@ -23,6 +22,7 @@ _YAML_NAMES = {
     "layernorm_zero_centered_gamma": "apply-layernorm-1p",
     "add_bias_linear": "bias-linear",
     "add_position_embedding": "position-embedding",
+    "bias_activation_fusion": "bias-gelu-fusion",
     "num_moe_experts": "num-experts",
     "fp8": "fp8-format",
     "apply_rope_fusion": "rope-fusion",
@@ -110,8 +110,8 @@ def parse_flags(words: Iterable[str]) -> dict[str, list[str]]:
 def load_yaml(text: str, source: str) -> dict[Any, Any]:
     """The table of a YAML. Raises ConfigError for invalid YAML, or no table."""
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"{source}: invalid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: not a table; give the YAML of a run of Megatron-LM or gpt-neox")

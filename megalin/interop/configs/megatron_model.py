@@ -1,7 +1,8 @@
-"""A Megatron-LM transformer as a decoder of softmax attention and GLU; notes what has no equivalent."""
+"""A Megatron-LM transformer as a decoder of softmax attention and a channel mixer; notes what has no equivalent."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megalin.interop.configs.flags import Flags
@@ -22,13 +23,18 @@ _OF_LAYERS = (
     "--no-position-embedding",
     "--ffn-hidden-size",
     "--swiglu",
+    "--squared-relu",
+    "--openai-gelu",
+    "--activation-func",
+    "--no-bias-gelu-fusion",
     "--disable-bias-linear",
+    "--add-qkv-bias",
+    "--kv-channels",
+    "--qk-layernorm",
+    "--window-size",
 )
 _DROPOUT = 0.1
 """Megatron-LM's default rate of both kinds of dropout."""
-_NARROW = 128
-"""The width of a GLU that replaces another MLP is rounded up to a multiple of this, so that tensor parallelism divides
-it."""
 
 
 def add_model(flags: Flags, imported: ImportedConfig) -> None:
@@ -51,12 +57,12 @@ def add_model(flags: Flags, imported: ImportedConfig) -> None:
     imported.set("model.output_init", "scaled_by_depth", "Megatron-LM's scaled initialisation of output layers")
     if flags.has("--fp32-residual-connection"):
         imported.set("model.residual_dtype", "float32", "--fp32-residual-connection")
-    attention = _attention(flags, imported, hidden, heads) | norm
-    glu = _glu(flags, imported, hidden) | norm
+    attention = _attention(flags, imported, hidden, heads) | _variants(flags, imported, norm["norm"]) | norm
+    mixer = _channel_mixer(flags, imported, hidden) | norm
     _dropout(flags, imported)
     _report_other_kinds(flags, imported)
-    if layers is not None and "num_heads" in attention and "intermediate_size" in glu:
-        block = {"repeat": layers, "sublayers": [attention, glu]}
+    if layers is not None and "num_heads" in attention and "intermediate_size" in mixer:
+        block = {"repeat": layers, "sublayers": [attention, mixer]}
         imported.set(_LAYERS, [block], flags.given(*_OF_LAYERS))
     else:
         imported.hint(_LAYERS, "needs --num-layers, --hidden-size and --num-attention-heads")
@@ -95,8 +101,7 @@ def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads
         sublayer["rope_base"] = base
     width = flags.integer("--kv-channels", _LAYERS)
     if width is not None and heads and hidden is not None and width * heads != hidden:
-        text = f"the head width is {hidden / heads:g}, the hidden size divided by the number of heads"
-        imported.note("differs", f"--kv-channels {width}", text)
+        sublayer["head_dim"] = width
     kind = "rope" if flags.has("--use-rotary-position-embeddings") else "learned_absolute"
     kind = flags.text("--position-embedding-type", kind)
     if kind != "rope":
@@ -105,30 +110,57 @@ def _attention(flags: Flags, imported: ImportedConfig, hidden: int | None, heads
     percent = flags.number("--rotary-percent", _LAYERS)
     if percent not in (None, 1.0):
         imported.note("differs", f"--rotary-percent {percent}", "all channels of a head are rotated")
-    if not flags.has("--disable-bias-linear"):
-        imported.note("differs", "no --disable-bias-linear", "attention has no biases here; the GLU has them")
+    biased, biased_inputs = not flags.has("--disable-bias-linear"), flags.has("--add-qkv-bias")
+    if biased or biased_inputs:
+        sublayer["qkv_bias"] = True
+    if biased:
+        sublayer["output_bias"] = True
     return sublayer
 
 
-def _glu(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str, Any]:
-    sublayer: dict[str, Any] = {"type": "glu", "activation": "silu"}
-    width = flags.integer("--ffn-hidden-size", _LAYERS)
-    activations = [name for name in ("--squared-relu", "--quick-geglu", "--openai-gelu") if flags.has(name)]
-    gated = flags.has("--swiglu")
+def _variants(flags: Flags, imported: ImportedConfig, norm: str) -> dict[str, Any]:
+    """A window, and norms of queries and keys, which are of the model's kind in Megatron-LM."""
+    variants: dict[str, Any] = {}
+    if flags.has("--qk-layernorm") and norm == "rmsnorm":
+        variants["qk_norm"] = True
+    elif flags.has("--qk-layernorm"):
+        imported.note("differs", "--qk-layernorm", "queries and keys have no norm; qk_norm is an RMSNorm")
+    if flags.has("--window-size"):
+        text = " ".join(flags.words("--window-size"))
+        if sizes := re.fullmatch(r"\(?(\d+)\D+0\)?", text):
+            variants["window"] = int(sizes[1]) + 1  # Megatron-LM counts the tokens before the token itself
+        else:
+            imported.note("differs", f"--window-size {text}", "attention to all earlier tokens")
+    return variants
+
+
+def _channel_mixer(flags: Flags, imported: ImportedConfig, hidden: int | None) -> dict[str, Any]:
+    """The MLP, or the GLU of two thirds of its width in multiples of 64."""
+    biased = not flags.has("--disable-bias-linear")
+    width, kind = flags.integer("--ffn-hidden-size", _LAYERS), flags.text("--activation-func")
+    gated, quick = flags.has("--swiglu") or kind == "swiglu", flags.has("--quick-geglu")
+    plain = _plain_activation(flags, biased=biased)
+    if kind not in ("", "gelu", "swiglu"):
+        imported.note("differs", f"--activation-func {kind}", f"{'silu' if gated or quick else plain} instead")
+    if quick:
+        imported.note("differs", "--quick-geglu", "a SwiGLU of the same width")
     if width is None and hidden is not None:
         width = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden
-    if not gated:
-        kind = activations[0] if activations else "no --swiglu"
-        mlp_width = width
-        if width is not None and kind != "--quick-geglu":
-            width = -(-2 * width // (3 * _NARROW)) * _NARROW
-        text = f"a SwiGLU of width {width} replaces the MLP of width {mlp_width}, with about as many parameters"
-        imported.note("differs", kind, text)
+    sublayer: dict[str, Any] = {"type": "ffn", "activation": plain}
+    if gated or quick:
+        sublayer = {"type": "glu", "activation": "silu"}
     if width is not None:
         sublayer["intermediate_size"] = width
-    if not flags.has("--disable-bias-linear"):
-        sublayer["bias"] = True
-    return sublayer
+    return sublayer | {"bias": biased}
+
+
+def _plain_activation(flags: Flags, *, biased: bool) -> str:
+    """Activation of an MLP without a gate; the kernel that joins GELU with the bias has the approximation by tanh."""
+    squared, approximate = flags.has("--squared-relu"), flags.has("--openai-gelu")
+    fused = biased and not flags.has("--no-bias-gelu-fusion")
+    if squared:
+        return "squared_relu"
+    return "gelu_tanh" if approximate or fused else "gelu"
 
 
 def _dropout(flags: Flags, imported: ImportedConfig) -> None:

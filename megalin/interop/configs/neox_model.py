@@ -140,7 +140,7 @@ def _attention(settings: Mapping[str, Any], imported: ImportedConfig) -> dict[st
         text = "causal softmax attention instead; write other mixers under model.layers"
         imported.note("differs", f"attention_config {', '.join(sorted(others))}", text)
     if settings.get("use_bias_in_attn_linear", True):
-        imported.note("differs", "use_bias_in_attn_linear (true)", "attention has no biases here")
+        sublayer |= {"qkv_bias": True, "output_bias": True}
     return sublayer
 
 
@@ -167,7 +167,7 @@ def _channel_mixer(settings: Mapping[str, Any], imported: ImportedConfig, hidden
     if kind not in (*_GATED, *_PLAIN):
         imported.note("differs", f"activation {kind}", f"{sublayer['activation']} instead")
     if kind == "gelu" and settings.get("bias_gelu_fusion"):
-        imported.note("differs", "bias_gelu_fusion", "GELU with the error function, not its approximation by tanh")
+        sublayer["activation"] = "gelu_tanh"
     if width is not None:
         multiple = _size(settings, "mlp_multiple_of", imported) or 1
         width = width * 2 // 3 // 2 if gated else width

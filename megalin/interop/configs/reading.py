@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalin.errors import ConfigError, StorageError
+from megalin.files import read_limited
 from megalin.interop.configs.deepspeed import add_deepspeed, read_json
 from megalin.interop.configs.flags import load_yaml
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_script, add_yaml
 from megalin.interop.configs.neox import add_neox, is_neox
-
-_LIMIT_BYTES = 16 << 20
+from megalin.structured_text import MAX_BYTES
 
 
 def import_config(
@@ -86,11 +86,7 @@ def _text(source: str) -> tuple[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(_LIMIT_BYTES + 1)
-        if len(content) > _LIMIT_BYTES:
-            raise ConfigError(f"{path}: more than {_LIMIT_BYTES} bytes, too large for a config; give the config")
-        return content.decode("utf-8")
+        return read_limited(path, limit_bytes=MAX_BYTES, follow_links=True).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable text file: {error}; give a path, or a command in quotes") from None
 

@@ -109,7 +109,8 @@ def _write_tensors(
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         name = WEIGHTS_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        ours = {item.link.ours: torch.empty(shapes[item.link.ours].shape) for item in group if item.held}
+        held = [name for item in group if item.held for name in item.link.names]
+        ours = {name: torch.empty(shapes[name].shape) for name in held}
         load(checkpoint, ours, ignore=("",))  # these tensors and no others
         tensors = {name: tensor for item in group for name, tensor in _convert(item, ours).items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
@@ -120,9 +121,9 @@ def _write_tensors(
 
 
 def _convert(item: Placed, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Converts a placed link; removes our tensor from `ours`, so that its memory is freed."""
-    tensor = ours.pop(item.link.ours) if item.held else torch.ones(item.rows)
-    return item.to_theirs(tensor)
+    """Converts a placed link; removes our tensors from `ours`, so that their memory is freed."""
+    tensors = [ours.pop(name) for name in item.link.names] if item.held else [torch.ones(item.rows)]
+    return item.to_theirs(tensors)
 
 
 def _groups(items: list[Placed], limit_bytes: int) -> Iterator[list[Placed]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from megalin.checkpoint.index import FILE_NAME_PATTERN
 from megalin.checkpoint.manifest import read_json_bytes
 from megalin.errors import CheckpointError
+from megalin.structured_text import parse_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -40,8 +40,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, too large, or not a JSON object.
     """
     try:
-        value = json.loads(read_json_bytes(path.resolve()))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(read_json_bytes(path.resolve()))
+    except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not JSON: {error}") from None

@@ -135,18 +135,21 @@ def _problems(folder: Folder, plan: _Plan) -> list[str]:
 def _convert(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
     """Our parameters in fp32, memory-mapped from unlinked files: they use disk, and memory that can be reclaimed."""
     shapes = {name: tensor.shape for name, tensor in weights(plan.model).items()}
-    converted = {}
+    converted: dict[str, Tensor] = {}
     try:
         for item in plan.placed:
-            shape = shapes[item.link.ours]
-            file = path / ".import"
-            tensor = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
-            file.unlink()
-            item.to_ours(folder.read, tensor)
-            converted[item.link.ours] = tensor
+            tensors = {name: _mapped(path / ".import", shapes[name]) for name in item.link.names}
+            item.to_ours(folder.read, list(tensors.values()))
+            converted |= tensors
     except (OSError, RuntimeError) as error:
         raise _unwritable(path, error) from None
     return converted
+
+
+def _mapped(file: Path, shape: torch.Size) -> Tensor:
+    tensor = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
+    file.unlink()
+    return tensor
 
 
 def _run_config(model: ModelConfig, settings: Settings, run: Path, tokenizer: HuggingFaceTokenizer | None) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ PADDED_TABLES = ("embedding.weight", "head.weight")
 
 
 class Link(NamedTuple):
-    """One parameter of ours and the external tensors that store it; export and import use it in opposite directions.
+    """Parameters of ours and the external tensors that store them; export and import use it in opposite directions.
 
     The rows of our parameter, with the parts of a fused [parts, out, in] stacked, are len(order) slabs of equal height.
     The external side has slab order[0] first, then order[1], ...: one tensor per slab, or all in one tensor.
+
+    Several parameters of ours (`stacked`) lie in one external tensor, their rows one below the other.
     """
 
     ours: str
@@ -37,6 +39,13 @@ class Link(NamedTuple):
     absent: Literal["never", "ones", "skip"] = "never"
     """Handling of a parameter that our model may lack. ones: a norm without weights, whose external weight is ones.
     skip: the external model lacks it too."""
+    stacked: tuple[str, ...] = ()
+    """Our names of the parameters whose rows follow those of `ours` in the same external tensor."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of our names, in the order of their rows."""
+        return (self.ours, *self.stacked)
 
 
 def norm(ours: str, theirs: str) -> Link:
@@ -84,7 +93,7 @@ class Placed(NamedTuple):
 
     link: Link
     rows: tuple[int, ...]
-    """Shape of our parameter as rows, without padding."""
+    """Shape of our parameters as rows, all of them stacked, without padding."""
     held: bool
     """True if our model has the parameter; otherwise the external tensor is ones."""
 
@@ -93,9 +102,10 @@ class Placed(NamedTuple):
         names, extra = self.link.theirs, [1] if self.link.extra_dim else []
         return {name: [self.rows[0] // len(names), *extra, *self.rows[1:]] for name in names}
 
-    def to_theirs(self, ours: Tensor) -> dict[str, Tensor]:
-        """Our parameter -> their tensors, contiguous and without shared memory."""
-        slabs = as_rows(ours, self.link)[: self.rows[0]].chunk(len(self.link.order))
+    def to_theirs(self, ours: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Our parameters -> their tensors, contiguous and without shared memory."""
+        stacked = torch.cat([as_rows(tensor, self.link) for tensor in ours]) if self.link.stacked else ours[0]
+        slabs = as_rows(stacked, self.link)[: self.rows[0]].chunk(len(self.link.order))
         slabs = tuple(slabs[place] for place in self.link.order)
         if len(self.link.theirs) == 1:
             slabs = (torch.cat(slabs),)
@@ -106,9 +116,15 @@ class Placed(NamedTuple):
         }
 
     @torch.no_grad()
-    def to_ours(self, read: Callable[[str], Tensor], ours: Tensor) -> None:
-        """Fills our parameter from their tensors, one at a time."""
-        targets = as_rows(ours, self.link)[: self.rows[0]].chunk(len(self.link.order))
+    def to_ours(self, read: Callable[[str], Tensor], ours: Sequence[Tensor]) -> None:
+        """Fills our parameters from their tensors, one at a time."""
+        if self.link.stacked:
+            targets = [as_rows(tensor, self.link) for tensor in ours]
+            slabs = read(self.link.theirs[0]).reshape(self.rows).split([len(target) for target in targets])
+            for target, slab in zip(targets, slabs, strict=True):
+                target.copy_(slab)
+            return
+        targets = list(as_rows(ours[0], self.link)[: self.rows[0]].chunk(len(self.link.order)))
         if len(self.link.theirs) == 1:
             slabs = read(self.link.theirs[0]).reshape(self.rows).chunk(len(self.link.order))
             for place, slab in zip(self.link.order, slabs, strict=True):
@@ -120,7 +136,7 @@ class Placed(NamedTuple):
 
 def as_rows(tensor: Tensor, link: Link) -> Tensor:
     """A view [rows, ...], with the parts of a fused parameter stacked."""
-    return tensor.flatten(0, 1) if tensor.dim() == 3 or link.bias else tensor
+    return tensor.flatten(0, 1) if tensor.dim() == 3 or (link.bias and tensor.dim() == 2) else tensor
 
 
 def place(layout: CheckpointLayout, model: LanguageModel, *, older: bool = False) -> list[Placed]:
@@ -128,9 +144,11 @@ def place(layout: CheckpointLayout, model: LanguageModel, *, older: bool = False
     remaining = weights(model)
     placed = []
     for link in _links(layout, model, older):
-        tensor = remaining.pop(link.ours, None)
-        if tensor is not None:
-            rows = list(as_rows(tensor, link).shape)
+        tensors = [remaining.pop(name) for name in link.names if name in remaining]
+        if tensors:
+            assert len(tensors) == len(link.names), link
+            rows = list(as_rows(tensors[0], link).shape)
+            rows[0] = sum(len(as_rows(tensor, link)) for tensor in tensors)
             if link.ours in PADDED_TABLES:
                 rows[0] = model.config.vocab_size
             placed.append(Placed(link, tuple(rows), held=True))
@@ -150,5 +168,6 @@ def _links(layout: CheckpointLayout, model: LanguageModel, older: bool) -> Itera
         prefix = layout.layers.format(index)
         for link in block:
             names = tuple(f"{prefix}{name}" for name in link.theirs)
-            yield link._replace(ours=f"blocks.{index}.sublayers.{link.ours}", theirs=names)
+            ours, *stacked = (f"blocks.{index}.sublayers.{name}" for name in link.names)
+            yield link._replace(ours=ours, stacked=tuple(stacked), theirs=names)
     yield from rest

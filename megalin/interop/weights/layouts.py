@@ -8,7 +8,7 @@ from typing import Any
 
 from megalin.config import parse
 from megalin.errors import CheckpointError, ConfigError
-from megalin.interop.weights import gla_retnet, hgrn2, llama, mamba, rodimus, transnormerllm
+from megalin.interop.weights import gla_retnet, hgrn2, llama, mamba, mamba2, rodimus, transnormerllm
 from megalin.interop.weights.layout import CheckpointLayout
 from megalin.interop.weights.settings import Settings
 from megalin.model.config import ModelConfig
@@ -25,6 +25,7 @@ LAYOUTS = (
     llama.QWEN2,
     llama.QWEN3,
     mamba.MAMBA,
+    mamba2.MAMBA2,
     gla_retnet.GLA,
     gla_retnet.RETNET,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megalin.interop.weights.layout import CheckpointLayout, Link, norm
 from megalin.interop.weights.settings import Settings
@@ -18,19 +18,28 @@ _SILU = ("silu", "swish")
 _FACTORS = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
 
 
-def _to_model(settings: Settings, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+_ATTENTION_BIAS, _MLP_BIAS = "attention_bias", "mlp_bias"
+"""Keys of biases: of all four projections of attention, and of all three of the GLU."""
+
+
+def _to_model(
+    settings: Settings, *, keys: tuple[str, ...], qkv_bias: bool = False, qk_norm: bool = False
+) -> dict[str, Any]:
+    """`keys`: those of biases that the class reads; `qkv_bias`: it always has them, on three projections."""
     width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", max(1, width // heads))
     norms = {"norm": "rmsnorm", "norm_eps": settings.number("rms_norm_eps", 1e-6)}
     kinds = settings.values.get("layer_types")
     if kinds is not None and set(kinds) != {"full_attention"}:
         raise settings.problem("layer_types", "supported: full_attention in every layer")
+    attention_bias, mlp_bias = (key in keys and settings.flag(key, False) for key in (_ATTENTION_BIAS, _MLP_BIAS))
     attention = {
         "type": "softmax",
         "num_heads": heads,
         "num_key_value_heads": settings.integer("num_key_value_heads", heads),
         "head_dim": None if head_dim * heads == width else head_dim,
-        "qkv_bias": qkv_bias,
+        "qkv_bias": qkv_bias or attention_bias,
+        "output_bias": attention_bias,
         "qk_norm": qk_norm,
         "rope_base": _rope_base(settings),
         "rope_scaling": _rope_scaling(settings),
@@ -40,6 +49,7 @@ def _to_model(settings: Settings, *, qkv_bias: bool = False, qk_norm: bool = Fal
         "type": "glu",
         "intermediate_size": settings.integer("intermediate_size"),
         "activation": "silu",
+        "bias": mlp_bias,
         **norms,
     }
     return {
@@ -85,8 +95,9 @@ def _scaling(table: Settings) -> dict[str, Any] | None:
     return scaling
 
 
-def _to_settings(model: ModelConfig) -> dict[str, Any]:
+def _to_settings(model: ModelConfig, *, keys: tuple[str, ...]) -> dict[str, Any]:
     attention, glu = (sublayer.model_dump() for sublayer in model.layers[0].sublayers)
+    biases = {_ATTENTION_BIAS: attention["output_bias"], _MLP_BIAS: glu["bias"]}
     return {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -100,6 +111,7 @@ def _to_settings(model: ModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
+        **{key: value for key, value in biases.items() if key in keys},
     }
 
 
@@ -114,12 +126,14 @@ def _rope_settings(scaling: dict[str, Any] | None) -> dict[str, Any]:
     return settings
 
 
-def _variant(qkv_bias: bool, qk_norm: bool) -> Callable[[ModelConfig], bool]:
-    """Whether the attention of a model has these biases and norms."""
+def _variant(name: Literal["llama", "qwen2", "qwen3"]) -> Callable[[ModelConfig], bool]:
+    """Whether the biases and norms of a model's attention are closest to this class."""
 
     def fits(model: ModelConfig) -> bool:
         attention = model.layers[0].sublayers[0].model_dump()
-        return (attention["qkv_bias"], attention["qk_norm"]) == (qkv_bias, qk_norm)
+        if attention["qk_norm"]:
+            return name == "qwen3"
+        return name == ("qwen2" if attention["qkv_bias"] and not attention["output_bias"] else "llama")
 
     return fits
 
@@ -140,39 +154,44 @@ LLAMA = CheckpointLayout(
         Link("0.mixer.q_norm", ("self_attn.q_norm.weight",), absent="skip"),
         Link("0.mixer.k_norm", ("self_attn.k_norm.weight",), absent="skip"),
         Link("0.mixer.out.weight", ("self_attn.o_proj.weight",)),
+        Link("0.mixer.out.bias", ("self_attn.o_proj.bias",), absent="skip"),
         norm("1.norm.weight", "post_attention_layernorm.weight"),
         Link("1.mixer.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), (0, 1)),
+        Link("1.mixer.up.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias"), (0, 1), bias=True, absent="skip"),
         Link("1.mixer.down.weight", ("mlp.down_proj.weight",)),
+        Link("1.mixer.down.bias", ("mlp.down_proj.bias",), absent="skip"),
     ),
     model=(
         Link("embedding.weight", ("model.embed_tokens.weight",)),
         norm("norm.weight", "model.norm.weight"),
         Link("head.weight", ("lm_head.weight",), absent="skip"),
     ),
-    fixed={
-        "hidden_act": _SILU,
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-    },
-    to_model=_to_model,
-    to_settings=_to_settings,
+    fixed={"hidden_act": _SILU},
+    to_model=partial(_to_model, keys=(_ATTENTION_BIAS, _MLP_BIAS)),
+    to_settings=partial(_to_settings, keys=(_ATTENTION_BIAS, _MLP_BIAS)),
     ignored=(".rotary_emb.inv_freq",),
-    fits=_variant(qkv_bias=False, qk_norm=False),
+    fits=_variant("llama"),
 )
 MISTRAL = LLAMA._replace(
-    architecture="MistralForCausalLM", model_type="mistral", fixed={"hidden_act": _SILU, "sliding_window": (None,)}
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    fixed={"hidden_act": _SILU, "sliding_window": (None,)},
+    to_model=partial(_to_model, keys=()),
+    to_settings=partial(_to_settings, keys=()),
 )
 QWEN2 = LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     fixed={"hidden_act": _SILU, "use_sliding_window": (False,)},
-    to_model=partial(_to_model, qkv_bias=True),
-    fits=_variant(qkv_bias=True, qk_norm=False),
+    to_model=partial(_to_model, keys=(), qkv_bias=True),
+    to_settings=partial(_to_settings, keys=()),
+    fits=_variant("qwen2"),
 )
 QWEN3 = LLAMA._replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    fixed={"hidden_act": _SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
-    to_model=partial(_to_model, qk_norm=True),
-    fits=_variant(qkv_bias=False, qk_norm=True),
+    fixed={"hidden_act": _SILU, "use_sliding_window": (False,)},
+    to_model=partial(_to_model, keys=(_ATTENTION_BIAS,), qk_norm=True),
+    to_settings=partial(_to_settings, keys=(_ATTENTION_BIAS,)),
+    fits=_variant("qwen3"),
 )

@@ -12,11 +12,23 @@ from torch.nn import functional
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
-ActivationName = Literal["gelu", "relu", "silu"]
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
 _ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
     "relu": functional.relu,
     "silu": functional.silu,
+    "squared_relu": _squared_relu,
 }
 
 
@@ -51,7 +63,7 @@ class FFNConfig(MixerConfig):
     intermediate_size: int = pydantic.Field(gt=0)
     """Width between the two projections."""
     activation: ActivationName = "gelu"
-    """Applied between them. gelu: with the error function."""
+    """Applied between them. gelu: with the error function; gelu_tanh: its approximation. squared_relu: relu(x)^2."""
     bias: bool = True
     """True: both projections have biases."""
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.errors import ConfigError
@@ -29,7 +29,7 @@ from megalin.ops.gates.scaled_heads import scaled_heads
 from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
 from megalin.ops.scans.short_conv import short_conv
 from megalin.parallel.initialisation import Initializer, constant, normal, uniform
-from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
+from megalin.parallel.linear import ColumnParallelLinear, GroupNormedRowParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
@@ -55,14 +55,14 @@ class HeadRates(FullPrecision):
 class _ScanInputs(NamedTuple):
     """Inputs of the scan of this rank's heads, and of the output projection."""
 
-    q: Tensor  # [B, T, 1, N]
-    k: Tensor  # [B, T, 1, N]
+    q: Tensor  # [B, T, 1 or H/tp, N]
+    k: Tensor  # [B, T, 1 or H/tp, N]
     v: Tensor  # [B, T, H/tp, P]
     log_decay: Tensor  # [B, T, H/tp]
     time_step: Tensor  # [B, T, H/tp]
     x: Tensor  # [B, T, H/tp, P]
     gate: Tensor  # [B, T, M/tp]
-    conv_states: tuple[Tensor, Tensor]  # [B, taps - 1, M/tp], [B, taps - 1, 2 N]
+    conv_states: tuple[Tensor, Tensor]  # [B, taps - 1, M/tp], [B, taps - 1, 2 G N or 2 G/tp N]
 
 
 class Mamba2(Mixer):
@@ -71,10 +71,12 @@ class Mamba2(Mixer):
         [z | x] = X W_zx,  [B | C] = X W_bc,  x, B, C <- silu(conv(x, B, C)),  dt = softplus(X W_dt + b)
         o = scan(C, B, dt x; -exp(A_log) dt), heads of P values with K = N, all reading the same B and C
 
-    Tensor parallel over heads. Every rank computes B and C; their weights' gradients flow through this rank's heads
-    alone, so they are partial sums.
+    With G groups there are G of B and C, each read by H / G heads in order, and the norm is over each group's channels.
 
-    Source: Mamba-2 section 7, one group.
+    Tensor parallel over heads. One group: every rank computes B and C; their weights' gradients flow through this
+    rank's heads alone, so they are partial sums. Several: each rank computes those of its own heads.
+
+    Source: Mamba-2 section 7; groups: section 7.1.
     """
 
     def __init__(self, config: Mamba2Config, scope: BuildContext) -> None:
@@ -92,16 +94,40 @@ class Mamba2(Mixer):
         self.local_heads = tp.divide(self.num_heads, name)
         self.zx = ColumnParallelLinear(self.width, self.inner, parts=2, tp=tp, std=self.std, name=name)
         self.time_step = ColumnParallelLinear(self.width, self.num_heads, tp=tp, std=self.std, name=name)
-        shared, taps = 2 * config.state_size, config.conv_width
+        taps = config.conv_width
         self.conv_weight = tp.parameter(self.inner, taps, shard_dim=0)
         self.conv_bias = tp.parameter(self.inner, shard_dim=0)
-        self.bc = tp.parameter(shared, self.width, shard_dim=None)
-        self.bc_conv_weight = tp.parameter(shared, taps, shard_dim=None)
-        self.bc_conv_bias = tp.parameter(shared, shard_dim=None)
+        self.local_groups = self._divide_groups(scope)
+        self.bc, self.bc_conv_weight = self._group_parameter(self.width), self._group_parameter(taps)
+        self.bc_conv_bias = self._group_parameter()
         self.full_precision = HeadRates(self.num_heads, tp)
-        self.out = NormedRowParallelLinear(
-            self.inner, self.width, eps=config.norm_eps, tp=tp, std=scope.output_std, name=name, norm="rmsnorm"
-        )
+        eps, groups, std = config.norm_eps, config.num_groups, scope.output_std
+        self.out: NormedRowParallelLinear | GroupNormedRowParallelLinear
+        if groups == 1:
+            self.out = NormedRowParallelLinear(
+                self.inner, self.width, eps=eps, tp=tp, std=std, name=name, norm="rmsnorm"
+            )
+        else:
+            self.out = GroupNormedRowParallelLinear(
+                self.inner, self.width, groups=groups, eps=eps, tp=tp, std=std, name=name
+            )
+
+    def _divide_groups(self, scope: BuildContext) -> int:
+        """This rank's number of groups. Raises ConfigError where the sizes do not divide."""
+        groups = self.config.num_groups
+        if self.num_heads % groups:
+            raise ConfigError(
+                f"{scope.path}.num_groups = {groups} does not divide the {self.num_heads} heads, twice "
+                "model.hidden_size / head_dim; choose a divisor"
+            )
+        return 1 if groups == 1 else self.tp.divide(groups, f"{scope.path}.num_groups")
+
+    def _group_parameter(self, *shape: int) -> nn.Parameter:
+        """Rows of B and C: [2 N, ...] on every rank for one group, else [2, G N, ...] sharded over the axis."""
+        size, groups = self.config.state_size, self.config.num_groups
+        if groups == 1:
+            return self.tp.parameter(2 * size, *shape, shard_dim=None)
+        return self.tp.parameter(2, groups * size, *shape, shard_dim=1)
 
     def init_weights(self, initializer: Initializer) -> None:
         """Draws the matrix of B and C from N(0, std^2), convolutions uniformly within 1 / sqrt(taps), as torch does."""
@@ -141,18 +167,25 @@ class Mamba2(Mixer):
         entered = self.tp.enter(x)
         gate, x = self.zx(entered)  # [B, T, M/tp]
         (step,) = self.time_step(entered)  # [B, T, H/tp]
-        bc_weights = (self.tp.all_reduce_gradient(local(p)) for p in (self.bc, self.bc_conv_weight, self.bc_conv_bias))
-        bc_map, bc_conv_weight, bc_conv_bias = bc_weights
-        bc = functional.linear(entered, bc_map)  # [B, T, 2 N]
+        bc_map, bc_conv_weight, bc_conv_bias = map(self._group_rows, (self.bc, self.bc_conv_weight, self.bc_conv_bias))
+        bc = functional.linear(entered, bc_map)  # [B, T, 2 G N or 2 G/tp N]
         documents, states = context.documents.ids, state[:2] if state else self._entering_inputs(x, bc, context)
         conv = short_conv(x, local(self.conv_weight), local(self.conv_bias), state=states[0], document_ids=documents)
         bc_conv = short_conv(bc, bc_conv_weight, bc_conv_bias, state=states[1], document_ids=documents)
-        k, q = bc_conv.output[..., None, :].chunk(2, dim=-1)  # [B, T, 1, N]
+        k, q = bc_conv.output.unflatten(-1, (2, self.local_groups, -1)).unbind(-3)  # [B, T, 1 or G/tp, N]
+        if self.local_groups > 1:
+            k, q = (y.repeat_interleave(self.local_heads // self.local_groups, dim=2) for y in (k, q))
         a_log, step_bias, _ = context.full_precision
         step = functional.softplus(step.to(compute_dtype(step)) + step_bias)
         heads = conv.output.unflatten(-1, (self.local_heads, self.config.head_dim))
         v, log_decay = scaled_heads(heads, step), -torch.exp(a_log) * step
         return _ScanInputs(q, k, v, log_decay, step, heads, gate, (conv.state, bc_conv.state))
+
+    def _group_rows(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of B and C, B first. Those of one group meet the heads of all ranks."""
+        if self.config.num_groups == 1:
+            return self.tp.all_reduce_gradient(local(parameter))
+        return local(parameter).flatten(0, 1)
 
     def _entering_inputs(self, x: Tensor, bc: Tensor, context: MixerContext) -> tuple[Tensor | None, ...]:
         """The halo of both convolutions, in one collective."""
@@ -171,22 +204,23 @@ class Mamba2(Mixer):
         scan = scalar_decay_scan_flops(
             length,
             num_heads=self.num_heads,
-            num_key_heads=1,
+            num_key_heads=self.config.num_groups,
             key_dim=self.config.state_size,
             value_dim=self.config.head_dim,
             chunk_size=self.config.chunk_size,
         )
-        shared = 2 * self.width * 2 * self.config.state_size
+        shared = 2 * self.width * 2 * self.config.num_groups * self.config.state_size
         return self.zx.flops() + self.time_step.flops() + shared + scan + self.out.flops()
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         past, state_size, head_dim = self.config.conv_width - 1, self.config.state_size, self.config.head_dim
         local_inner = self.local_heads * head_dim
-        return [(past, local_inner), (past, 2 * state_size), (self.local_heads, state_size, head_dim)]
+        shared = 2 * self.local_groups * state_size
+        return [(past, local_inner), (past, shared), (self.local_heads, state_size, head_dim)]
 
 
 class Mamba2Config(MixerConfig):
-    """Mamba-2's token mixer, of width twice the hidden size, with one group of B and C; a block needs no other."""
+    """Mamba-2's token mixer, of width twice the hidden size; a block needs no other."""
 
     supports_context_parallel: ClassVar[bool] = True
     type: Literal["mamba2"] = "mamba2"
@@ -199,6 +233,8 @@ class Mamba2Config(MixerConfig):
     """P, values a head; divides twice the hidden size into heads that parallel.tp divides."""
     state_size: int = pydantic.Field(default=128, gt=0)
     """N, keys a head: the width of B and of C."""
+    num_groups: int = pydantic.Field(default=1, gt=0)
+    """G, groups of heads, each with a B and C and a norm of its own; divides the heads. parallel.tp divides several."""
     conv_width: int = pydantic.Field(default=4, ge=2)
     """Taps of the short convolution, the current token included."""
     chunk_size: int = pydantic.Field(default=64, gt=0)
@@ -209,7 +245,9 @@ class Mamba2Config(MixerConfig):
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         head_dim = 2 * hidden_size // num_heads
-        return self.model_copy(update={"head_dim": head_dim, "state_size": 12, "chunk_size": 16})
+        groups = 1 if self.num_groups == 1 else num_heads // 2
+        update = {"head_dim": head_dim, "state_size": 12, "num_groups": groups, "chunk_size": 16}
+        return self.model_copy(update=update)
 
 
 CONFIG = Mamba2Config

@@ -47,8 +47,8 @@ from megalin.parallel.tensor_parallel import local
 class Softmax(Mixer):
     """y = softmax(RoPE(q) RoPE(k)^T / sqrt(K)) v W_o, causal, q = x W_q, [k | v] = x W_kv.
 
-    With `qkv_bias` the three projections have biases (Qwen2); with `qk_norm` each head of q and k passes an RMSNorm
-    over its K channels, of one weight for all heads, before RoPE (Qwen3).
+    With `qkv_bias` the three projections have biases (Qwen2), with `output_bias` W_o has one; with `qk_norm` each head
+    of q and k passes an RMSNorm over its K channels, of one weight for all heads, before RoPE (Qwen3).
 
     The state is a cache of keys and values, which grows with the length: 2 G K numbers a token for G key-value heads;
     so does the work of a decoding step. The state (k [B, S, G/tp, K], v [B, S, G/tp, K], remembered [B, S]) starts
@@ -90,7 +90,7 @@ class Softmax(Mixer):
         size, bias = heads * self.head_dim, config.qkv_bias
         self.q = ColumnParallelLinear(width, size, bias=bias, tp=tp, std=std, name=name)
         self.kv = ColumnParallelLinear(width, groups * self.head_dim, parts=2, bias=bias, tp=tp, std=std, name=name)
-        self.out = RowParallelLinear(size, width, tp=tp, std=scope.output_std, name=name)
+        self.out = RowParallelLinear(size, width, bias=config.output_bias, tp=tp, std=scope.output_std, name=name)
         if config.qk_norm:
             self.q_norm = tp.parameter(self.head_dim, shard_dim=None)
             self.k_norm = tp.parameter(self.head_dim, shard_dim=None)
@@ -292,6 +292,8 @@ class SoftmaxConfig(MixerConfig):
     """K, channels of a head, even; left out: hidden_size / num_heads."""
     qkv_bias: bool = False
     """True: the projections to queries, keys and values have biases (Qwen2)."""
+    output_bias: bool = False
+    """True: the last projection has a bias (LLaMA with attention_bias, together with qkv_bias)."""
     qk_norm: bool = False
     """True: an RMSNorm of each head's queries and keys before their positions, with norm_eps (Qwen3)."""
     window: int | None = pydantic.Field(default=None, ge=1)

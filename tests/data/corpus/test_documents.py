@@ -3,9 +3,12 @@
 import bz2
 import gzip
 import json
+import lzma
 import re
 
 import pyarrow
+import pyarrow.feather
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -126,17 +129,30 @@ def test_failing_read_names_the_file(tmp_path, monkeypatch):
         _parse(_file(tmp_path, b"{}"))
 
 
+def _texts(data):
+    return [json.loads(line)["text"] for line in data.splitlines()]
+
+
 def _stored(folder, name, data):
     """Writes `data` (lines) in the format of the file's suffix; returns the path."""
     path = folder / name
     if name.endswith(".parquet"):
-        texts = [json.loads(line)["text"] for line in data.splitlines()]
+        texts = _texts(data)
         table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
         pyarrow.parquet.write_table(table, path, row_group_size=7)
     elif name.endswith(".gz"):
         path.write_bytes(gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :]))
     elif name.endswith(".bz2"):
         path.write_bytes(bz2.compress(data[: len(data) // 2]) + bz2.compress(data[len(data) // 2 :]))
+    elif name.endswith(".xz"):
+        path.write_bytes(lzma.compress(data[: len(data) // 2]) + lzma.compress(data[len(data) // 2 :]))
+    elif name.endswith((".arrow", ".feather")):
+        table = pyarrow.table({"other": list(range(data.count(b"\n"))), "text": _texts(data)})
+        if name.endswith(".feather"):
+            pyarrow.feather.write_feather(table, path, chunksize=7, compression="zstd")
+        else:
+            with pyarrow.ipc.new_stream(path, table.schema) as stream:
+                stream.write_table(table, max_chunksize=7)
     elif name.endswith(".zst"):
         with pyarrow.output_stream(str(path), compression="zstd") as file:
             file.write(data)
@@ -145,7 +161,10 @@ def _stored(folder, name, data):
     return path
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.jsonl.bz2", "x.json.zst", "x.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    ["x.jsonl", "x.jsonl.gz", "x.jsonl.bz2", "x.jsonl.xz", "x.json.zst", "x.parquet", "x.arrow", "x.feather"],
+)
 def test_any_cut_of_any_format_gives_each_document_once(tmp_path, name):
     rng_lengths = [3, 0, 50, 1, 1, 200, 7, 0, 90] * 5
     texts = [f"{k} é日" * n for k, n in enumerate(rng_lengths)]
@@ -168,12 +187,24 @@ def test_lines_of_any_span_are_numbered_as_in_the_file(tmp_path, name):
                 assert lines_before(span) + document.line == int(document.texts[0].rstrip("a"))
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.bz2", "x.jsonl.zst", "x.txt.gz", "x.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    ["x.jsonl.gz", "x.jsonl.bz2", "x.jsonl.xz", "x.jsonl.zst", "x.txt.gz", "x.parquet", "x.arrow", "x.feather"],
+)
 def test_truncated_file_is_refused_and_not_taken_for_a_whole_one(tmp_path, name):
     data = "".join(json.dumps({"text": f"document {k * k * 7919 % 1000}"}) + "\n" for k in range(5000)).encode()
     path = _stored(tmp_path, name, data)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=rf"{name}: (cannot be read: .* \(at byte \d+\); check|not a parquet file)"):
+    with pytest.raises(
+        DataError, match=rf"{name}: (cannot be read: .* \(at byte \d+\); check|not an? (parquet|Arrow) file)"
+    ):
+        _parse(path)
+
+
+def test_damaged_xz_is_refused(tmp_path):
+    path = _stored(tmp_path, "x.jsonl.xz", b'{"text": "a"}\n' * 20)
+    path.write_bytes(path.read_bytes()[:30] + bytes(20) + path.read_bytes()[50:])
+    with pytest.raises(DataError, match=r"x\.jsonl\.xz: cannot be read: Corrupt input data"):
         _parse(path)
 
 
@@ -206,6 +237,31 @@ def test_parquet_without_a_column_of_text_is_refused(tmp_path, key, message):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match=message):
         _parse(tmp_path / "x.parquet", keys=(key,))
+
+
+def test_offsets_of_arrow_are_checked(tmp_path):
+    table = pyarrow.table({"text": ["first", "second"]})
+    with pyarrow.ipc.new_file(tmp_path / "x.arrow", table.schema) as file:
+        file.write_table(table)
+    data = (tmp_path / "x.arrow").read_bytes()
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 5, 11))
+    assert data.count(offsets) == 1
+    (tmp_path / "x.arrow").write_bytes(data.replace(offsets, offsets[:4] + b"\xff\xff\xff\x7f" + offsets[8:]))
+    with pytest.raises(DataError, match=r"x\.arrow: not an Arrow file, or damaged: .*[Oo]ffset"):
+        _parse(tmp_path / "x.arrow")
+
+
+def test_a_stream_that_ends_between_two_batches_is_refused(tmp_path):
+    path = _stored(tmp_path, "x.arrow", b'{"text": "a"}\n' * 20)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"x\.arrow: not an Arrow file, or damaged: no end of the stream"):
+        _parse(path)
+
+
+def test_old_feather_files_are_named(tmp_path):
+    (tmp_path / "x.feather").write_bytes(b"FEA1" + bytes(100))
+    with pytest.raises(DataError, match=r"x\.feather: Feather version 1; write it again with version 2"):
+        _parse(tmp_path / "x.feather")
 
 
 def test_all_fields_of_a_line_come_with_its_text(tmp_path):

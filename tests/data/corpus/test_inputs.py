@@ -35,10 +35,12 @@ def test_list_that_names_no_files_is_refused(tmp_path, data, message):
         expand_inputs([f"@{tmp_path}/list"])
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.xz", "x.parquet.gz", "x", "x.gz"])
+@pytest.mark.parametrize("name", ["x.jsonl.lz4", "x.parquet.gz", "x.arrow.xz", "x", "x.gz"])
 def test_unknown_kind_of_file_is_refused(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"{name}: expected \.jsonl or \.json .*, or \.parquet; convert it first"):
+    with pytest.raises(
+        DataError, match=rf"{name}: expected \.jsonl or \.json .*, or \.parquet, \.arrow or \.feather; convert it first"
+    ):
         expand_inputs([str(tmp_path / name)])
 
 

@@ -209,7 +209,9 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", deny)
-    with pytest.raises(DataError, match=r"x\.bin: cannot be read by user \d+: Permission denied"):
+    with pytest.raises(
+        DataError, match=r"x\.bin: cannot be read by user \d+ \(mode \d+, owner \d+\): Permission denied"
+    ):
         Shard(prefix)
 
 

@@ -14,6 +14,7 @@ from megalin.data.config import DataConfig
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megalin.errors import ConfigError, DataError
+from megalin.generation.prompts import encode_prompts
 from megalin.train.validation import bytes_per_token
 from tools import preprocess_data
 
@@ -73,6 +74,22 @@ def test_ids_of_the_post_processor_are_kept_only_on_request(folder: Path):
     assert (plain.encode("a"), plain.encode_batch(["a"])) == ([0], [[0]])
     assert (special.encode("a"), special.encode_batch(["a"])) == ([3, 0], [[3, 0]])
     assert plain.digest == special.digest  # the same ids
+
+
+def test_only_the_ids_before_a_text_begin_a_prompt(folder: Path):
+    library = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
+    around = "<s> <s> $A </s>"
+    library.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 3), ("</s>", 1)])
+    library.save(str(folder / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(folder, eod_token="</s>")
+    assert HuggingFaceTokenizer(folder, eod_token="</s>", special_tokens=True).encode("a") == [3, 3, 0, 1]
+    assert encode_prompts(tokenizer, ["a", ""], special_tokens=True) == [[3, 3, 0], [3, 3]]
+    assert encode_prompts(tokenizer, ["a", ""], special_tokens=False) == [[0], []]
+    library.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    library.save(str(folder / "tokenizer.json"))
+    for each in (HuggingFaceTokenizer(folder, eod_token="</s>"), load_tokenizer("bytes")):
+        with pytest.raises(ConfigError, match="this tokenizer adds none before a text; leave --special-tokens"):
+            encode_prompts(each, ["a"], special_tokens=True)
 
 
 def test_preprocess_writes_the_ids_of_megatron(folder: Path):

@@ -263,6 +263,22 @@ def test_impossible_vocabulary_size_is_refused(vocab_size):
         BytePairTrainer(vocab_size)
 
 
+def test_pattern_on_which_the_library_panics_is_an_error_of_the_file(path, tmp_path, capfd):
+    description = json.loads(path.read_text())
+    pattern = "(a|aa|a?)+$|" + "(a*)*" * 8 + "b"
+    description["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match=r"tokenizer\.json: its library gave up on this tokenizer: .*retry-limit"):
+            encode("a" * 64 + "!")
+
+
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_training_on_nothing_is_refused(texts):
     with pytest.raises(DataError, match="empty corpus: no text to train a tokenizer on"):

@@ -95,10 +95,11 @@ def test_gpt3_script_loads_and_reports_each_difference():
     config = parse(RunConfig, imported.values, "flags")
     assert (config.model.num_layers, config.parallel.tp, config.parallel.pp, config.parallel.zero) == (96, 8, 16, 0)
     assert (config.model.hidden_dropout, config.model.embedding_dropout) == (0.1, 0.1)  # the default
+    attention, mlp = config.model.layers[0].sublayers
+    assert (attention.qkv_bias, attention.output_bias) == (True, True)
+    assert (mlp.type, mlp.intermediate_size, mlp.activation, mlp.bias) == ("ffn", 4 * 12288, "gelu_tanh", True)
     assert set(_notes(imported, "differs")) == {
         "--position-embedding-type learned_absolute",
-        "no --disable-bias-linear",
-        "no --swiglu",
         "--attention-dropout 0.1 (its default)",
         "--fp16",
         "--lr-decay-iters",
@@ -209,7 +210,8 @@ def test_flag_becomes_a_key(flags, field, value):
         ("--fp16", "differs", "--fp16"),
         ("--optimizer sgd", "differs", "--optimizer sgd"),
         ("--num-experts 8", "differs", "--num-experts 8"),
-        ("--kv-channels 32", "differs", "--kv-channels 32"),
+        ("--quick-geglu", "differs", "--quick-geglu"),
+        ("--activation-func mish", "differs", "--activation-func mish"),
         ("--rotary-percent 0.5", "differs", "--rotary-percent 0.5"),
         ("--recompute-activations", "differs", "--recompute-granularity selective"),
         ("--lr-decay-style square", "differs", "--lr-decay-style square"),

@@ -115,7 +115,6 @@ def test_pythia_is_read_with_its_own_values():
         "gpt_j_residual",
         "output_layer_init_method wang_init",
         "rotary_pct 0.25",
-        "use_bias_in_attn_linear (true)",
     }
 
 
@@ -141,6 +140,8 @@ def test_llama_has_no_difference_but_the_order_of_samples():
         ({"use_wandb": True, "wandb_project": "x"}, "logging.wandb_project", "x"),
         ({"pipe-parallel-size": 0}, "parallel.pp", None),
         ({"activation": "relu"}, "model.layers.0.sublayers.1.activation", "relu"),
+        ({"bias_gelu_fusion": True}, "model.layers.0.sublayers.1.activation", "gelu_tanh"),
+        ({}, "model.layers.0.sublayers.0.output_bias", True),
         ({"sliding_window_width": 1024}, "model.layers.0.sublayers.0.window", 1025),
         ({"expansion_factor": 3}, "model.layers.0.sublayers.1.intermediate_size", 6144),
     ],
@@ -158,7 +159,6 @@ def test_key_becomes_ours(values: dict[str, Any], key: str, expected: Any):
         ({"norm": "scalenorm"}, "norm scalenorm"),
         ({"pos_emb": "alibi"}, "pos_emb alibi"),
         ({"activation": "geglu"}, "activation geglu"),
-        ({"bias_gelu_fusion": True}, "bias_gelu_fusion"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"attention_config": [[["mamba"], 24]]}, "attention_config mamba"),
         ({"init_method": "orthogonal"}, "init_method orthogonal"),

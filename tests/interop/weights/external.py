@@ -59,9 +59,15 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: float) -> 
     return torch.stack(outputs)
 
 
+def affine(t: Tensors, name: str, x: Tensor) -> Tensor:
+    """A projection, with a bias where the folder has one."""
+    y = x @ t[f"{name}.weight"].T
+    return y + t[f"{name}.bias"] if f"{name}.bias" in t else y
+
+
 def swiglu(t: Tensors, prefix: str, x: Tensor) -> Tensor:
-    gate, up = x @ t[f"{prefix}gate_proj.weight"].T, x @ t[f"{prefix}up_proj.weight"].T
-    return (functional.silu(gate) * up) @ t[f"{prefix}down_proj.weight"].T
+    gate, up = affine(t, f"{prefix}gate_proj", x), affine(t, f"{prefix}up_proj", x)
+    return affine(t, f"{prefix}down_proj", functional.silu(gate) * up)
 
 
 def head(t: Tensors, config: Mapping[str, Any], embedding: str) -> Tensor:
@@ -75,16 +81,14 @@ def llama(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}."
         normed = rms(x, t[f"{layer}input_layernorm.weight"], eps)
-        q, k, v = (normed @ t[f"{layer}self_attn.{name}_proj.weight"].T for name in "qkv")
-        if f"{layer}self_attn.q_proj.bias" in t:
-            q, k, v = (y + t[f"{layer}self_attn.{name}_proj.bias"] for name, y in zip("qkv", (q, k, v), strict=True))
+        q, k, v = (affine(t, f"{layer}self_attn.{name}_proj", normed) for name in "qkv")
         q, k, v = q.unflatten(1, (heads, -1)), k.unflatten(1, (groups, -1)), v.unflatten(1, (groups, -1))
         if f"{layer}self_attn.q_norm.weight" in t:
             q, k = (rms(y, t[f"{layer}self_attn.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
         table = config["rope_parameters"]
         q, k = (rotate(y, table["rope_theta"], table) for y in (q, k))
         k, v = (y.repeat_interleave(heads // groups, dim=1) for y in (k, v))
-        x = x + attend(q, k, v) @ t[f"{layer}self_attn.o_proj.weight"].T
+        x = x + affine(t, f"{layer}self_attn.o_proj", attend(q, k, v))
         x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embed_tokens.weight")
 
@@ -239,6 +243,29 @@ def mamba(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
         q, k = (y[:, None].expand(decay.shape) for y in (c, b))
         o = recurrence(q, k, (step * conv)[..., None], decay, 1.0) + conv * t[f"{mixer}D"]
         x = x + (o * functional.silu(gate)) @ t[f"{mixer}out_proj.weight"].T
+    return rms(x, t["backbone.norm_f.weight"], eps) @ head(t, config, "backbone.embeddings.weight")
+
+
+def mamba2(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """transformers' Mamba2ForCausalLM."""
+    eps, heads, groups = config["layer_norm_epsilon"], config["num_heads"], config["n_groups"]
+    inner, size = heads * config["head_dim"], groups * config["state_size"]
+    x = t["backbone.embeddings.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"backbone.layers.{index}."
+        mixer = f"{layer}mixer."
+        entering = rms(x, t[f"{layer}norm.weight"], eps) @ t[f"{mixer}in_proj.weight"].T
+        gate, read, logit = entering.split([inner, inner + 2 * size, heads], -1)
+        conv = short_conv(read, t[f"{mixer}conv1d.weight"], t[f"{mixer}conv1d.bias"])
+        values, b, c = conv.split([inner, size, size], -1)
+        values = values.unflatten(-1, (heads, -1))
+        b, c = (y.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for y in (b, c))
+        step = functional.softplus(logit + t[f"{mixer}dt_bias"])
+        decay = torch.exp(-step * torch.exp(t[f"{mixer}A_log"]))
+        o = recurrence(c, b, step[..., None] * values, decay[..., None].expand(b.shape), 1.0)
+        o = (o + (values * t[f"{mixer}D"][:, None]).flatten(1)) * functional.silu(gate)
+        o = rms(o.unflatten(-1, (groups, -1)), 1.0, eps).flatten(1) * t[f"{mixer}norm.weight"]
+        x = x + o @ t[f"{mixer}out_proj.weight"].T
     return rms(x, t["backbone.norm_f.weight"], eps) @ head(t, config, "backbone.embeddings.weight")
 
 

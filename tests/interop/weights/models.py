@@ -67,8 +67,10 @@ HGRN2 = {
 RODIMUS = {"type": "rodimus", "state_size": 6, "input_gate_rank": 5, "conv_width": 3}
 SHARED_KEY = {"type": "shared_key_attention", "num_heads": HEADS, "window": 7, "residual": "two_hop"}
 SOFTMAX = {"type": "softmax", "num_heads": HEADS, "num_key_value_heads": 2, "rope_base": 500.0}
+BIASES = {"qkv_bias": True, "output_bias": True}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 16}
 MAMBA = {"type": "mamba1", "state_size": 5, "step_rank": 3, "conv_width": 3}
+MAMBA2 = {"type": "mamba2", "head_dim": 8, "state_size": 5, "conv_width": 3}
 GLA = {"type": "recurrence", "num_heads": HEADS, "decay": "vector", "decay_rank": 16, "expand_k": 0.5}
 RETNET = {"type": "recurrence", "num_heads": HEADS, "decay": "fixed", "positions": "rope", "expand_v": 2.0}
 WIDE = {"residual_dtype": "float32"}
@@ -90,9 +92,16 @@ MODELS = {
         "codefuse", "RodimusForCausalLM", external.rodimus_codefuse, model_table(RODIMUS, SHARED_KEY, SWIGLU, **WIDE)
     ),
     "mamba": ExternalModel("transformers", "MambaForCausalLM", external.mamba, model_table(MAMBA, **WIDE)),
+    "mamba2": ExternalModel("transformers", "Mamba2ForCausalLM", external.mamba2, model_table(MAMBA2)),
+    "mamba2-groups": ExternalModel(
+        "transformers", "Mamba2ForCausalLM", external.mamba2, model_table(MAMBA2 | {"num_groups": 2}, **WIDE)
+    ),
     "llama": ExternalModel("transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX, SWIGLU)),
     "llama3.1": ExternalModel(
-        "transformers", "LlamaForCausalLM", external.llama, model_table(SOFTMAX | {"rope_scaling": LLAMA3}, SWIGLU)
+        "transformers",
+        "LlamaForCausalLM",
+        external.llama,
+        model_table(SOFTMAX | BIASES | {"rope_scaling": LLAMA3}, SWIGLU | {"bias": True}),
     ),
     "qwen2": ExternalModel(
         "transformers",

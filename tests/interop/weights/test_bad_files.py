@@ -173,6 +173,16 @@ INEXPRESSIBLE = {
         None,
         ["model.norm = 'layernorm': the class has 'rmsnorm'"],
     ),
+    "a bias of the last projection alone": (
+        model_table({"type": "softmax", "num_heads": 4, "output_bias": True}, SWIGLU),
+        None,
+        ["LlamaForCausalLM (transformers)", "sublayers.0.qkv_bias = False: the class has True"],
+    ),
+    "biases of a GLU beside Qwen2's": (
+        model_table({"type": "softmax", "num_heads": 4, "qkv_bias": True}, SWIGLU | {"bias": True}),
+        None,
+        ["Qwen2ForCausalLM (transformers)", "sublayers.1.bias = True: the class has False"],
+    ),
     "a scaled embedding": (model_table(RODIMUS, embedding_scale=3.0), "fla", ["model.embedding_scale = 3.0", "1.0"]),
     "another eps in one norm": (
         model_table({"type": "softmax", "num_heads": 4}, SWIGLU) | {"norm_eps": 1e-4},

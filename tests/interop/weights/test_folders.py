@@ -207,8 +207,11 @@ REFUSED = [
     ("mamba", "use_bias", True, ["use_bias = True; supported: False"]),
     ("mamba", "intermediate_size", 96, ["intermediate_size = 96: supported: twice hidden_size = 32"]),
     ("mamba", "time_step_rank", "half", ["time_step_rank = 'half': must be a positive integer"]),
+    ("mamba2", "time_step_limit", [0.001, 0.1], ["time_step_limit = [0.001, 0.1]: supported: [0.0, Infinity]"]),
+    ("mamba2", "num_heads", 4, ["num_heads = 4: times head_dim = 8 must be twice hidden_size = 32"]),
+    ("mamba2", "use_conv_bias", False, ["use_conv_bias = False; supported: True"]),
     ("llama", "hidden_act", "gelu", ["hidden_act = 'gelu'; supported: 'silu'"]),
-    ("llama", "attention_bias", True, ["attention_bias = True; supported: False"]),
+    ("llama", "attention_bias", 1, ["attention_bias = 1: must be true or false"]),
     ("llama", "rope_scaling", {"type": "linear"}, ["rope_scaling: factor = None: must be a positive number"]),
     (
         "llama",

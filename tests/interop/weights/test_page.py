@@ -18,8 +18,9 @@ SECTIONS = {
     "Rodimus and Rodimus+ of their authors": [4, 5],
     "LLaMA, Mistral, Qwen2 and Qwen3 of transformers": [6, 7, 8, 9],
     "Mamba-1 of transformers": [10],
-    "GLA of flash-linear-attention": [11],
-    "RetNet of flash-linear-attention": [12],
+    "Mamba-2 of transformers": [11],
+    "GLA of flash-linear-attention": [12],
+    "RetNet of flash-linear-attention": [13],
 }
 """Layouts of each section, by title; the table of the last layout includes those of the ones before."""
 
@@ -31,7 +32,8 @@ def row(link: Link) -> str:
     notes += ["an extra dim of size 1 after the first"] if link.extra_dim else []
     notes += {"never": [], "ones": ["ones for a norm without weights"], "skip": ["where the model has it"]}[link.absent]
     names = ", ".join(f"`{name}`" for name in link.theirs)
-    return f"| `{link.ours}` | {names} | {'; '.join(notes)} |"
+    ours = ", ".join(f"`{name}`" for name in link.names)
+    return f"| {ours} | {names} | {'; '.join(notes)} |"
 
 
 def rows(layout: CheckpointLayout) -> list[str]:

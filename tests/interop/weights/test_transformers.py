@@ -25,14 +25,21 @@ SIZES = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "state_size": 12, "chunk_size": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "llama-wide-heads": ("Llama", {"head_dim": 12}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mlp-bias": ("Llama", {"mlp_bias": True, "tie_word_embeddings": True}),
+    "qwen3-biases": ("Qwen3", {"head_dim": 12, "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
+    "mamba2": ("Mamba2", MAMBA2 | {"n_groups": 1}),
+    "mamba2-tied": ("Mamba2", MAMBA2 | {"n_groups": 1, "tie_word_embeddings": True}),
+    "mamba2-groups": ("Mamba2", MAMBA2 | {"n_groups": 4, "num_heads": 8, "head_dim": 8}),
 }
 
 

@@ -34,7 +34,7 @@ def assert_right(inputs, positions, form):
 
 
 @every_form
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(1, 1, 2, 1, 2), (2, 7, 3, 3, 12), (1, 66, 4, 2, 96)])
 def test_the_kernels_are_as_good_as_the_reference(form, dtype, shape):
     assert_right(make_inputs(form, shape, dtype), torch.arange(shape[1]), form)

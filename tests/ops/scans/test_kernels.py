@@ -11,11 +11,24 @@ from torch._ops import OpOverload
 from megalin.ops.scans.context_parallel import SingleProcessExchange
 from tests.numerics import outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
-from tests.ops.scans.scans import HEADS, ROWS, SCANS, Case, compare, initial_state, make_inputs, make_shards
+from tests.ops.scans.scans import (
+    HEADS,
+    ROWS,
+    SCANS,
+    SHARED_KEYS,
+    Case,
+    compare,
+    initial_state,
+    make_inputs,
+    make_shards,
+)
 from tests.ops.scans.test_fixed_decay import documents_of
 
 DECAYS = {"none": 0.0, "mild": 0.07, "strong": 20.0}
 every_row = pytest.mark.parametrize("name", ROWS)
+slow = pytest.mark.slow
+every_scan = pytest.mark.parametrize("name", [*SCANS, pytest.param(SHARED_KEYS, marks=slow)])
+"""For tests that know an op only: shared keys are the scalar scan's."""
 
 
 @pytest.fixture(
@@ -37,9 +50,18 @@ def segments(request, monkeypatch):
     monkeypatch.setattr(vector_decay, "SEGMENT_CHUNKS", 100 if blocks == 1 else 1)
 
 
+FAST = ((1, "none"), (63, "mild"), (65, "strong"), (150, "none"), (150, "mild"))
+
+
 @every_row
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("length", [1, 63, 65, 150])
+@pytest.mark.parametrize(
+    ("length", "decay"),
+    [
+        pytest.param(length, decay, marks=[slow] * ((length, decay) not in FAST))
+        for length in (1, 63, 65, 150)
+        for decay in DECAYS
+    ],
+)
 @pytest.mark.usefixtures("segments")
 def test_kernels_are_as_good_as_the_reference(name, length, decay):
     compare(name, Case(length, key=24, value=40, decay=DECAYS[decay], dtype=torch.bfloat16))
@@ -95,8 +117,14 @@ def test_strided_inputs(name, kind):
     )
 
 
+BOUNDARIES = [((64,), (128,)), ((63, 129), (65, 127)), ((), tuple(range(1, 150, 3)))]
+"""Starts of documents by sequence: at the edges of chunks, next to them, none and many."""
+
+
 @every_row
-@pytest.mark.parametrize("boundaries", [((64,), (128,)), ((63, 129), (65, 127)), ((), tuple(range(1, 150, 3)))])
+@pytest.mark.parametrize(
+    "boundaries", [((63, 128), (64, *range(65, 150, 3))), *(pytest.param(x, marks=slow) for x in BOUNDARIES)]
+)
 @pytest.mark.usefixtures("segments")
 def test_packed_documents(name, boundaries):
     case = Case(150, key=24, value=40, decay=0.07, dtype=torch.bfloat16, batch=2)
@@ -109,7 +137,15 @@ def test_packed_documents_without_decay(name):
 
 
 @every_row
-@pytest.mark.parametrize("boundary", [40, 64])
+@pytest.mark.parametrize(
+    ("segments", "boundary"),
+    [
+        ((1, 1), 64),
+        ((2, 2), 40),
+        *(pytest.param(cut, at, marks=slow) for cut, at in [((1, 1), 40), ((2, 2), 64), ((3, 1), 40), ((3, 1), 64)]),
+    ],
+    indirect=["segments"],
+)
 @pytest.mark.usefixtures("segments")
 def test_contents_of_one_document_do_not_move_bits_of_the_next(name, boundary):
     case = Case(150, key=16, value=24, decay=0.07, dtype=torch.bfloat16)
@@ -138,7 +174,7 @@ def test_a_self_test_passes(name):
     assert SCANS[name].module._self_test("triton", "cpu") == ""
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize("kind", ["whole", "initial state", "no state gradient", "shards"])
 def test_the_op_compiles_inside_a_block(name, kind):
     """To the bits of eager mode; where the last state has no gradient, kernels are not handed zeros for it."""
@@ -172,8 +208,9 @@ def test_the_op_compiles_inside_a_block(name, kind):
     assert (node.args[1] is None) == (kind == "no state gradient")
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize(("dtype", "sharded"), [(torch.float32, False), (torch.bfloat16, True)], ids=["full", "shards"])
+@pytest.mark.parametrize("segments", [(1, 1), *(pytest.param(x, marks=slow) for x in [(3, 1), (2, 2)])], indirect=True)
 @pytest.mark.usefixtures("segments")
 def test_the_fake_ops_have_the_same_shapes(name, dtype, sharded, monkeypatch):
     """Every op that a scan calls, forward and backward, with the arguments of that call."""

@@ -11,7 +11,7 @@ from megalin.errors import KernelError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.scans.context_parallel import SingleProcessExchange
 from tests.ops.scans.scans import ROWS, SCANS, Case, compare_shards, make_shards
-from tests.ops.scans.test_kernels import every_row, segments  # noqa: F401
+from tests.ops.scans.test_kernels import every_row, segments, slow  # noqa: F401
 
 DOCUMENTS = {
     "one": None,
@@ -21,15 +21,20 @@ DOCUMENTS = {
 }
 
 
-SLOW = ("one", "over two shard boundaries")
-"""Documents of slow cases: the lengths and the decays below have one document and one over a boundary, too."""
-some_slow = pytest.mark.parametrize(
-    "documents", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DOCUMENTS]
-)
+FAST = (((1, 1), "at shard boundaries"), ((2, 2), "many"))
+"""Segments and documents; the lengths and the decays below have one document and one over a boundary."""
 
 
 @every_row
-@some_slow
+@pytest.mark.parametrize(
+    ("segments", "documents"),
+    [
+        pytest.param(cut, documents, marks=[slow] * ((cut, documents) not in FAST))
+        for cut in ((1, 1), (3, 1), (2, 2))
+        for documents in DOCUMENTS
+    ],
+    indirect=["segments"],
+)
 @pytest.mark.usefixtures("segments")
 def test_two_phase_scans_are_as_good_as_the_reference(name, documents):
     compare_shards(name, Case(140, key=24, value=40, decay=0.003, ranks=3), DOCUMENTS[documents])
@@ -42,13 +47,13 @@ def test_lengths(name, length):
 
 
 @every_row
-@pytest.mark.parametrize("decay", [0.0, 3.0, 30.0])
+@pytest.mark.parametrize("decay", [0.0, pytest.param(3.0, marks=slow), 30.0])
 def test_decays(name, decay):
     compare_shards(name, Case(70, key=16, value=24, decay=decay, ranks=3), (1.5,))
 
 
 @every_row
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_dtypes(name, dtype):
     compare_shards(name, Case(100, key=24, value=40, decay=0.01, dtype=dtype, ranks=3), (1.5,))
 

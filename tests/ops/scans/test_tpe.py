@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -169,15 +170,31 @@ def assert_kernel_right(inputs: Tensors, documents: Tensor | None = None) -> Non
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("length", [1, pytest.param(64, marks=pytest.mark.slow), 65, 130])
+FAST = (
+    (1, "strong", torch.bfloat16),
+    (65, "none", torch.bfloat16),
+    (65, "mild", torch.float32),
+    (130, "strong", torch.float32),
+    (130, "mild", torch.bfloat16),
+)
+SLOW_BOUNDARIES = ("in the first and the last token", "edges of 16", "two in a chunk")
+
+
+@pytest.mark.parametrize(
+    ("length", "decay", "dtype"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST))
+        for case in product((1, 64, 65, 130), DECAYS, (torch.float32, torch.bfloat16, torch.float16))
+    ],
+)
 def test_the_kernels_are_as_good_as_the_recurrence(length: int, decay: str, dtype: torch.dtype):
     """Up to three segments of 64 tokens, with an initial state and a gradient of the final one."""
     assert_kernel_right(make_inputs(length, decay, dtype))
 
 
-@pytest.mark.parametrize("name", BOUNDARIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_BOUNDARIES)) for name in BOUNDARIES]
+)
 def test_the_kernels_keep_packed_documents_apart(name: str):
     assert_kernel_right(make_inputs(130, dtype=torch.float32), documents_of(BOUNDARIES[name], 130))
 

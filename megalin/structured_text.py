@@ -1,0 +1,85 @@
+"""TOML, JSON and YAML from outside, with limits on depth, numbers and values: a small file must not stop a process."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import Any
+
+MAX_BYTES = 16 << 20
+"""Largest config file."""
+MAX_DEPTH = 100
+"""Largest number of tables and lists around a value, and of parts of a dotted key."""
+_MAX_VALUES = 10_000_000
+"""Values of a document, where each alias of a YAML counts with all that it stands for."""
+_TOML_BITS = 64
+
+_PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+# tomllib takes quadratic time for a key of many parts. A part starts where no part character is before it.
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_DEPTH}}}")
+
+
+class StructureError(ValueError):
+    """A document that is nested too deeply, expands too far or has a number that is too large."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses TOML. Raises ValueError (tomllib.TOMLDecodeError, StructureError) with the problem."""
+    if _LONG_KEY.search(text):
+        raise StructureError(f"a dotted key has more than {MAX_DEPTH} parts")
+    try:
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    _check(values, max_bits=_TOML_BITS)
+    return values
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError (json.JSONDecodeError, UnicodeDecodeError, StructureError) with the problem."""
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    _check(values)
+    return values
+
+
+def parse_yaml(text: str) -> Any:
+    """Parses YAML without tags for Python objects. Raises ValueError with the problem."""
+    import yaml  # takes a while, and few commands need it
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise StructureError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise _too_deep() from None
+    _check(values)
+    return values
+
+
+def _too_deep() -> StructureError:
+    return StructureError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _check(values: Any, *, max_bits: int | None = None) -> None:
+    """Walks through all values without recursion. Raises StructureError."""
+    level, count = [values], 0
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below.extend(value.values())
+            elif isinstance(value, list):
+                below.extend(value)
+            elif max_bits is not None and type(value) is int and not -(1 << max_bits - 1) <= value < 1 << max_bits - 1:
+                raise StructureError(f"an integer beyond {max_bits} bits ({value.bit_length()} bits)")
+            if count + len(below) > _MAX_VALUES:
+                raise StructureError(f"expands to more than {_MAX_VALUES:,} values")
+        count += len(below)
+        if not below:
+            return
+        level = below
+    raise _too_deep()

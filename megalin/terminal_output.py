@@ -1,0 +1,59 @@
+"""Standard output and error whose control characters are escaped: names from files must not steer a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+# C0 without tab, line feed and carriage return; DEL; C1, which some terminals read as escapes too.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def escape_controls(text: str) -> str:
+    r"""Replaces control characters by their escapes, such as \x1b, except tabs and line ends."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+class EscapedOutput:
+    """A text stream that escapes control characters; everything else is the wrapped stream's.
+
+    Attributes:
+        raw: the wrapped stream, for a library that draws on a terminal and escapes the text that it gets.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        """Writes the text, escaped; returns its length."""
+        self.raw.write(escape_controls(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes each of the texts, escaped."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+@contextlib.contextmanager
+def escaped_output() -> Iterator[None]:
+    """Context manager that escapes what the body prints and logs on standard output and error."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and EscapedOutput(stream) for stream in streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def terminal(*, stderr: bool = False) -> Any:
+    """Standard output or error for a console of `rich`: a terminal without the escaping, as colours are control
+    characters."""
+    stream = sys.stderr if stderr else sys.stdout
+    return stream.raw if isinstance(stream, EscapedOutput) and stream.isatty() else stream

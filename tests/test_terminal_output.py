@@ -1,0 +1,58 @@
+"""Escaped output: control characters of names and messages reach neither a terminal nor a log."""
+
+import logging
+import sys
+
+import pytest
+
+from megalin.__main__ import main
+from megalin.terminal_output import EscapedOutput, escape_controls, escaped_output, terminal
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("\x9b2J\x7f\x00", "\\x9b2J\\x7f\\x00"),
+        ("a\tb\r\nc é 🙂", "a\tb\r\nc é 🙂"),
+    ],
+)
+def test_control_characters_are_escaped(text, expected):
+    assert escape_controls(text) == expected
+
+
+def test_prints_and_logs_of_the_body_are_escaped(capsys):
+    with escaped_output():
+        print("out\x1b[2J")
+        sys.stdout.writelines(["a\x07", "b\n"])
+        print("error\x1b]0;title\x07", file=sys.stderr)
+        logging.lastResort.handle(logging.LogRecord("megalin", logging.WARNING, "", 0, "log %s", ("\x1b",), None))
+    print("\x1b")
+    out, error = capsys.readouterr()
+    assert out == "out\\x1b[2J\na\\x07b\n\x1b\n"
+    assert error == "error\\x1b]0;title\\x07\nlog \\x1b\n"
+
+
+def test_a_terminal_is_raw_for_libraries_that_draw_on_it(capsys, monkeypatch):
+    with escaped_output():
+        assert terminal() is sys.stdout
+        monkeypatch.setattr(sys.stdout.raw, "isatty", lambda: True, raising=False)
+        assert isinstance(sys.stdout, EscapedOutput)
+        assert terminal() is sys.stdout.raw
+
+
+@pytest.mark.parametrize("arguments", [["train", "no\x1b[31m.toml"], ["data", "inspect", "x\x1b[31m"]])
+def test_names_in_errors_are_escaped(capsys, arguments):
+    assert main(arguments) in (2, 3)
+    out, error = capsys.readouterr()
+    assert "\x1b" not in out + error
+    assert "\\x1b[31m" in error
+
+
+@pytest.mark.parametrize("arguments", [["\x1b[31m"], ["config", "--\x1b[31m"]])
+def test_unknown_arguments_in_errors_are_escaped(capsys, arguments):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert "\x1b" not in error
+    assert "\\x1b[31m" in error

@@ -1,0 +1,175 @@
+"""Changes of a process that inject a fault into it: kills, errors and signals at chosen places."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
+"""Calls of `os` that change a file system or make a change durable."""
+
+
+def _count_calls(action: Callable[[str, int], None]) -> None:
+    """Calls `action` with the name and the number of each operation before it runs."""
+    count = 0
+
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            action(name, count)
+            return original(*args, **options)
+
+        return counted
+
+    for name in OPERATIONS:
+        setattr(os, name, wrap(name, getattr(os, name)))
+
+
+def die_at_operation(number: int) -> None:
+    """Kills the process right before operation `number` on the file system."""
+
+    def action(_: str, count: int) -> None:
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _count_calls(action)
+
+
+def fail_at_operation(number: int, code: int) -> None:
+    """Operation `number` on the file system raises OSError with this errno."""
+
+    def action(name: str, count: int) -> None:
+        if count == number:
+            raise OSError(code, os.strerror(code), f"{name} number {number}")
+
+    _count_calls(action)
+
+
+def fail_writes_of_steps(first: int, last: int) -> None:
+    """Saves after these steps find a full disk."""
+    from megalin.checkpoint import storage
+
+    write = storage._write_file
+
+    def full(path: Any, *args: Any) -> Any:
+        if any(f"step-{step:08d}" in str(path) for step in range(first, last + 1)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args)
+
+    storage._write_file = full
+
+
+def count_operations(path: str) -> None:
+    """Writes the number of operations until now to a file at each of them."""
+    write = os.write
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def action(name: str, count: int) -> None:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        write(descriptor, f"{count:09d}".encode())
+
+    _count_calls(action)
+
+
+def at_step(step: int, action: Callable[[Any], None]) -> None:
+    """Calls `action` with the engine right before it takes step `step`."""
+    from megalin.train.engine import FullyShardedEngine
+
+    take = FullyShardedEngine.step
+
+    def changed(engine: Any, *args: Any, **options: Any) -> Any:
+        if options["step"] == step:
+            action(engine)
+        return take(engine, *args, **options)
+
+    FullyShardedEngine.step = changed  # type: ignore[method-assign]
+
+
+def break_gradients(first: int, last: int, value: float) -> None:
+    """This rank's gradients of one parameter become `value` in steps `first` to `last`."""
+    from megalin.train import step as steps
+
+    apply = steps.apply_gradients
+
+    def changed(model: Any, *args: Any, **options: Any) -> Any:
+        if first <= options["step"] <= last:
+            gradient = next(iter(model.parameters())).grad
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local.view(-1)[0] = value
+        return apply(model, *args, **options)
+
+    steps.apply_gradients = changed
+
+
+def slow_operations(seconds: float) -> None:
+    """Every operation on the file system takes this time longer."""
+    _count_calls(lambda name, count: time.sleep(seconds))
+
+
+def slow_steps(seconds: float) -> None:
+    """Every step takes this time longer."""
+    from megalin.train.engine import FullyShardedEngine
+
+    take = FullyShardedEngine.step
+
+    def changed(engine: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return take(engine, *args, **options)
+
+    FullyShardedEngine.step = changed  # type: ignore[method-assign]
+
+
+def fail_reads(name: str, times: int) -> None:
+    """The first `times` reads of files whose path contains `name` raise EIO."""
+    read = os.preadv
+    left = times
+
+    def failing(descriptor: int, *args: Any) -> int:
+        nonlocal left
+        if left and name in os.readlink(f"/proc/self/fd/{descriptor}"):
+            left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, *args)
+
+    os.preadv = failing
+
+
+def pretend_version(version: str) -> None:
+    """This process reports another version of torch."""
+    import torch
+
+    torch.__version__ = torch.torch_version.TorchVersion(version)
+
+
+def shrink_at_step(step: int, path: str, size: int) -> None:
+    """Truncates a file right before step `step`."""
+    at_step(step, lambda engine: os.truncate(path, size))
+
+
+def redirect(folder: str, other: str) -> None:
+    """Files that are opened by path in `folder` are those of the same name in `other`, as on a host with another
+    disk."""
+    opened = os.open
+
+    def elsewhere(path: Any, *args: Any, **options: Any) -> int:
+        text = os.fspath(path)
+        if os.path.dirname(text) == folder:
+            path = os.path.join(other, os.path.basename(text))
+        return opened(path, *args, **options)
+
+    os.open = elsewhere
+
+
+def refuse_engines() -> None:
+    """A process that builds a model on the device says so and dies."""
+    from megalin.train import loop
+
+    def built(*_: Any) -> None:
+        raise RuntimeError("the engine was built")
+
+    loop._make_engine = built  # type: ignore[assignment]

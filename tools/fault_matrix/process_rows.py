@@ -1,0 +1,131 @@
+"""Faults of processes, preemption and numbers: F02, F03, F11, F13, F14, F16, F17, F18."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+from fault_matrix import changes
+from fault_matrix.lab import STEPS, Lab, ledger, step_folder, weights
+from fault_matrix.processes import Running
+from fault_matrix.table import fault
+
+
+def _same_end(lab: Lab, run: Path, expected: Path) -> None:
+    lab.check("no step lost or repeated", ledger(run) == ledger(expected), f"{len(ledger(run))} lines in the ledger")
+    lab.check("same final weights", weights(run) == weights(expected), "weights differ")
+
+
+def _reached(run: Path, step: int) -> bool:
+    path = run / "ledger.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) >= step
+
+
+@fault("F02", "a rank is killed while it writes a checkpoint")
+def _killed_in_save(lab: Lab) -> None:
+    _, expected = lab.finished_run("expected")
+    config, run = lab.config(), lab.folder / "run"
+    slow = partial(changes.slow_operations, 0.1)
+    running = lab.start("train", config, "--folder", run, change=slow)
+    writing = running.wait_until(lambda: any((run / "checkpoints").glob(".tmp-step-00000004-*/*")), seconds=60)
+    running.kill()
+    running.wait(seconds=10)
+    lab.check("killed while it wrote", writing, running.text[-200:])
+    lab.expect_success(lab.train(config), "resumed")
+    _same_end(lab, run, expected)
+    lab.check("no temporary folder stays", not list((run / "checkpoints").glob(".tmp-*")))
+
+
+@fault("F03", "power fails at an operation of publishing")
+def _killed_while_publishing(lab: Lab) -> None:
+    from crashpoints import crash_points
+
+    found = crash_points(lab.folder / "points", every=7)
+    lab.check("a verified checkpoint after each", found.lost == 0, f"{found.lost} of {found.points} lost")
+    lab.check("points were tried", found.points >= 3, f"{found.points}")
+
+
+@fault("F11", "a shard is a named pipe")
+def _pipe(lab: Lab) -> None:
+    config = lab.config()
+    (lab.folder / "data" / "train.bin").unlink()
+    os.mkfifo(lab.folder / "data" / "train.bin")
+    lab.expect_refusal(lab.train(config, seconds=20), 3, r"train\.bin", "regular file")
+
+
+def _terminate(running: Running, run: Path, step: int) -> None:
+    running.wait_until(lambda: _reached(run, step), seconds=60)
+    running.kill(signal.SIGTERM)
+
+
+@fault("F13", "SIGTERM to one rank")
+def _terminated_rank(lab: Lab) -> None:
+    _, expected = lab.finished_run("expected")
+    config, run = lab.config(), lab.folder / "run"
+    slow = dict.fromkeys((0, 1), partial(changes.slow_steps, 0.3))
+    ranks = lab.start_ranks(config, change_of=slow)
+    _terminate(ranks[1], run, 2)
+    codes = [rank.wait(seconds=60).code for rank in ranks]
+    lab.check("every rank exits with 75", codes == [75, 75], f"exit {codes}")
+    done = len(ledger(run))
+    lab.check("all steps are saved", step_folder(run, done).is_dir(), f"no checkpoint of step {done}")
+    lab.check("before the end", 2 <= done < STEPS, f"{done} steps")
+    outcome = lab.train_on_ranks(config)[0]
+    lab.expect_success(outcome, "resumed")
+    lab.check("no step lost or repeated", ledger(run) == ledger(expected), f"{len(ledger(run))} lines")
+
+
+@fault("F14", "SIGTERM during a save")
+def _terminated_in_save(lab: Lab) -> None:
+    _, expected = lab.finished_run("expected")
+    config, run = lab.config(), lab.folder / "run"
+    running = lab.start("train", config, "--folder", run, change=partial(changes.slow_operations, 0.1))
+    writing = running.wait_until(lambda: any((run / "checkpoints").glob(".tmp-step-00000004-*")), seconds=60)
+    running.kill(signal.SIGTERM)
+    outcome = running.wait(seconds=60)
+    lab.check("exits with 75", outcome.code == 75, f"exit {outcome.code}: {outcome.last_line}")
+    lab.check("signal during the save", writing)
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    lab.check("the save completed once", saved == ["step-00000002", "step-00000004"], f"{saved}")
+    lab.expect_success(lab.train(config), "resumed")
+    _same_end(lab, run, expected)
+
+
+@fault("F16", "grace is shorter than the save")
+def _short_grace(lab: Lab) -> None:
+    _, expected = lab.finished_run("expected")
+    config, run = lab.config(), lab.folder / "run"
+    running = lab.start("train", config, "--folder", run, change=partial(changes.slow_operations, 0.2))
+    running.wait_until(lambda: any((run / "checkpoints").glob(".tmp-step-00000004-*")), seconds=60)
+    running.kill(signal.SIGTERM)
+    running.wait_until(lambda: False, seconds=0.3)
+    running.kill()
+    running.wait(seconds=10)
+    lab.check("the checkpoint before stays", step_folder(run, 2).is_dir())
+    lab.expect_success(lab.train(config), "resumed")
+    _same_end(lab, run, expected)
+
+
+@fault("F17", "a gradient is NaN on one rank")
+def _nan_on_one_rank(lab: Lab) -> None:
+    config, run = lab.config(), lab.folder / "run"
+    broken = {1: partial(changes.break_gradients, 3, 3, float("nan"))}
+    outcomes = lab.train_on_ranks(config, change_of=broken)
+    codes = [outcome.code for outcome in outcomes]
+    lab.check("every rank stops with 8", codes == [8, 8], f"exit {codes}: {outcomes[0].last_line}")
+    text = outcomes[0].text
+    lab.check("step, rank and parameter are named", "step 3" in text and "rank 1" in text, outcomes[0].last_line)
+    lab.check("sample ids are named", "sample" in outcomes[0].last_line, outcomes[0].last_line)
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    lab.check("nothing is saved after it", saved == ["step-00000002"], f"{saved}")
+
+
+@fault("F18", "gradients are infinite for five steps")
+def _infinite(lab: Lab) -> None:
+    config, run = lab.config(), lab.folder / "run"
+    outcome = lab.train(config, change=partial(changes.break_gradients, 2, 6, float("inf")))
+    lab.expect_refusal(outcome, 8, "step 2")
+    lab.check("no bad save", not list((run / "checkpoints").glob("step-*")))
+    lab.expect_success(lab.train(config), "started again")
