@@ -14,16 +14,23 @@ from megalin.errors import MegalinError
 from megalin.launch import adopt_launcher
 from megalin.terminal_output import escaped_output
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code (errors.py). A MegalinError is printed without a traceback; control
-    characters of whatever is printed are escaped."""
+    """Runs one command and returns the exit code (errors.py; 130 after Ctrl-C). A MegalinError is printed without a
+    traceback; control characters of whatever is printed are escaped."""
     with escaped_output():
         try:
             return _command(arguments)
         except MegalinError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return error.exit_code
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":  # a terminal interrupts all ranks of a host
+                print("interrupted; a run continues from its newest checkpoint with the same command", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _command(arguments: list[str] | None) -> int:

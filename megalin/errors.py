@@ -57,6 +57,12 @@ class RankFailedError(MegalinError):
     exit_code = 9
 
 
+class HostMemoryError(MegalinError):
+    """A process without host memory; the message names the rank, its resident memory and its limits."""
+
+    exit_code = 10
+
+
 class PreemptedError(MegalinError):
     """A run ended by SIGTERM before its last step, with all its steps saved."""
 

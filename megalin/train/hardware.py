@@ -28,13 +28,21 @@ def device_memory_bytes(device: torch.device) -> int:
     """Memory of a GPU; on a CPU that of the host, or of its control group if that is less, over the host's ranks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    memory = min(host_memory_limits().values())
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return memory // max(int(ranks) if ranks.isdecimal() else 1, 1)
+
+
+def host_memory_limits() -> dict[str, int]:
+    """Memory of the host and, if that is less, of this process's control group, in bytes by name."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = {"host": memory}
     for path in _MEMORY_LIMITS:
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="ascii").strip()
-            memory = min(memory, int(text)) if text.isdecimal() else memory
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return memory // max(int(ranks) if ranks.isdecimal() else 1, 1)
+            if text.isdecimal() and int(text) < memory:
+                limits["control group"] = int(text)
+    return limits
 
 
 def peak_memory_bytes(device: torch.device) -> int:

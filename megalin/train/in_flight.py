@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
+from megalin.errors import NumericError
 from megalin.train.step import PendingStep, StepResult
 
 
@@ -19,6 +21,8 @@ class InFlightStep(NamedTuple):
     pending: PendingStep
     learning_rate: float
     data_wait_seconds: float
+    """Of the rank that waited longest."""
+    data_wait_rank: int
     digest: Tensor
     """Digest of its samples, for the ledger."""
 
@@ -35,10 +39,23 @@ class FinishedStep(NamedTuple):
         return self.launched.step
 
 
+@contextmanager
+def naming_samples(step: int, describe_samples: Callable[[int], str]) -> Iterator[None]:
+    """Adds the samples of the step to a NumericError of the body."""
+    try:
+        yield
+    except NumericError as error:
+        raise NumericError(
+            f"{error}. Samples of step {step}, by data-parallel rank: {describe_samples(step)}"
+        ) from error
+
+
 class InFlightSteps:
     """Queue of launched steps: each is finished in order, at most one step after its launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, describe_samples: Callable[[int], str]) -> None:
+        """`describe_samples` names the samples of a step, for the message of one that is not finite."""
+        self._describe_samples = describe_samples
         self._steps: deque[InFlightStep] = deque()
 
     def push(self, step: InFlightStep) -> None:
@@ -55,4 +72,6 @@ class InFlightSteps:
         """
         while self._steps and (drain or len(self._steps) > 1 or self._steps[0].pending.is_ready):
             step = self._steps.popleft()
-            yield FinishedStep(step, step.pending.wait())
+            with naming_samples(step.step, self._describe_samples):
+                result = step.pending.wait()
+            yield FinishedStep(step, result)

@@ -28,7 +28,8 @@ from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.environment import device_name, environment
 from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections
-from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps
+from megalin.train.host_memory import report_host_memory
+from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, naming_samples
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
@@ -38,7 +39,7 @@ from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.shard_check import verify_shards
 from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
-from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, training_loader
+from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
@@ -138,7 +139,7 @@ class TrainingLoop:
             DataError: on every rank, for a token id beyond the vocabulary or an unreadable shard on any rank.
             PreemptedError: on every rank, after SIGTERM on any rank; the current step is finished and saved first.
         """
-        in_flight = InFlightSteps()
+        in_flight = InFlightSteps(self._describe_samples)
         finished: FinishedStep | None = None
         evaluation: AnyEvaluation | None = None
         tasks: dict[str, float] = {}
@@ -161,8 +162,10 @@ class TrainingLoop:
                 for finished in in_flight.finished(drain=data.stop is not None or self._is_due(step)):
                     if finished.step == self.resumed_step + 1:
                         log.write_kernels()
-                    evaluation = self._evaluate_if_due(finished.step)
-                    tasks = self._run_tasks_if_due(finished.step)
+                    with log.timed("evaluation_seconds", self._is_evaluation_due(finished.step)):
+                        evaluation = self._evaluate_if_due(finished.step)
+                    with log.timed("tasks_seconds", self._are_tasks_due(finished.step)):
+                        tasks = self._run_tasks_if_due(finished.step)
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
                         self._save(finished.step, log)
@@ -170,6 +173,7 @@ class TrainingLoop:
                     self._stop_early(data.stop, step - 1, log)
                 if step == self.resumed_step + 1:
                     freeze()
+            log.write_rest()
         self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
         return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation, tasks)
@@ -194,11 +198,15 @@ class TrainingLoop:
         train = self.config.train
         rate = learning_rate(self.config.optimizer, self.config.schedule, step - 1, train.steps)
         self.mesh.launches.step = step
-        pending = self.engine.step(data.batches, learning_rate=rate, step=step)
+        with naming_samples(step, self._describe_samples):
+            pending = self.engine.step(data.batches, learning_rate=rate, step=step)
         if self._is_due(step):
             self.engine.timer.pause()  # evaluations and checkpoints count for no step
             self.mesh.launch_order.compare()  # else this rank may wait forever, or save wrong weights
-        return InFlightStep(step, pending, rate, data.wait_seconds, data.digest)
+        return InFlightStep(step, pending, rate, data.wait_seconds, data.wait_rank, data.digest)
+
+    def _describe_samples(self, step: int) -> str:
+        return describe_samples(self.config, self.data, self.mesh, step)
 
     def _is_due(self, step: int) -> bool:
         """Whether this step must be finished before the next one starts: it is logged first or last, evaluated or
@@ -240,7 +248,11 @@ class TrainingLoop:
         return self.tasks.run(self.model, self.mesh, step=step)
 
     def _save(self, step: int, log: RunLog) -> None:
-        log.sync()
+        with log.timed("save_seconds"):
+            log.sync()
+            self._save_now(step)
+
+    def _save_now(self, step: int) -> None:
         save(
             self.run.checkpoints,
             step=step,
@@ -304,7 +316,12 @@ def train(
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)
     # Failed ranks are reported inside the event log, so that its error names them.
-    with RunFolder(path) as run, EventLog(run.incidents) as event_log, report_failed_ranks(default_rendezvous()):
+    with (
+        RunFolder(path) as run,
+        EventLog(run.incidents) as event_log,
+        report_failed_ranks(default_rendezvous()),
+        report_host_memory(),
+    ):
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)

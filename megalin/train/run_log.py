@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
+from megalin.train.data_wait import DataWaitMonitor
 from megalin.train.events import EventLog
 from megalin.train.hardware import peak_flops_per_second, peak_memory_bytes
 from megalin.train.in_flight import FinishedStep
@@ -37,6 +39,8 @@ class RunLog:
     ) -> None:
         self._config, self._mesh, self._run, self._loss_names = config, mesh, run, model.loss_names
         self._metrics, self._ledger = metrics, ledger
+        self._seconds: dict[str, float] = {}
+        self._data_wait = DataWaitMonitor()
         self._flops_per_token = model.training_flops(config.data.sequence_length)
 
     def print_line(self, line: str) -> None:
@@ -68,10 +72,31 @@ class RunLog:
         """Logs a step, the evaluation after it, if there is one, and the results of tasks, if there are some."""
         values = step_metrics(finished, self._config, self._mesh, self._loss_names, self._flops_per_token)
         values |= ({} if evaluation is None else evaluation.metrics()) | task_metrics(tasks)
-        self._metrics.write(finished.step, values)
+        self._metrics.write(finished.step, values | self._seconds)
+        self._seconds = {}
+        waited = self._data_wait.add(
+            wait_seconds=finished.launched.data_wait_seconds,
+            rank=finished.launched.data_wait_rank,
+            step_seconds=finished.result.seconds,
+        )
+        if waited and dist.get_rank() == 0:
+            _log.warning("step %d: %s", finished.step, waited)
         for line in task_lines(tasks):
             self.print_line(f"step {finished.step}  {line}")
         self._ledger.write(finished.step, finished.launched.digest)
+
+    @contextmanager
+    def timed(self, name: str, due: bool = True) -> Iterator[None]:
+        """Adds the seconds of the body, if it is due, to the next line of metrics."""
+        started = time.perf_counter()
+        yield
+        if due:
+            self._seconds[name] = time.perf_counter() - started
+
+    def write_rest(self) -> None:
+        """Prints the seconds that no line of metrics took any more: those of the last checkpoint."""
+        for name, seconds in self._seconds.items():
+            self.print_line(f"{name} after the last step: {seconds:.2f}")
 
     def sync(self) -> None:
         """Flushes the ledger to the disk, before a checkpoint."""
@@ -125,6 +150,7 @@ def step_metrics(
         "tokens_per_second": tokens / result.seconds,
         "step_seconds": result.seconds,
         "data_wait_seconds": launched.data_wait_seconds,
+        "data_wait_rank": launched.data_wait_rank,
         "peak_memory_bytes": peak_memory_bytes(mesh.device),
     }
     if len(result.terms) > 1:

@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +15,12 @@ from megalin.data.loader import Loader, StepBatches
 from megalin.data.sources import Training
 from megalin.errors import DataError, MegalinError
 from megalin.ops.labelled_tokens import label_capacity
-from megalin.parallel.agreement import on_every_rank, sum_over_ranks
+from megalin.parallel.agreement import on_every_rank, rank, sum_over_ranks, world_size
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 from megalin.train.preemption import PreemptionHandler
+
+_DESCRIBED_RANKS, _DESCRIBED_SAMPLES = 8, 16
 
 
 class Preemption(NamedTuple):
@@ -48,9 +51,26 @@ class StepData(NamedTuple):
     digest: Tensor
     """[2] int64, of the step's token ids over all ranks, for the ledger."""
     wait_seconds: float
-    """Seconds that this rank waited for its samples, not for the device, which may still run the previous step."""
+    """Longest time that a rank waited for its samples, not for the device, which may still run the previous step."""
+    wait_rank: int
+    """The rank that waited longest."""
     stop: DataFailure | Preemption | None
     """Reason to end the run, of the same type on every rank; None: the step can be launched."""
+
+
+def describe_samples(config: RunConfig, data: Training, mesh: Mesh, step: int) -> str:
+    """Sample ids of `step`, counted from 1, by data-parallel rank: at most 16 of a rank and 8 ranks."""
+    train, size = config.train, mesh.samples.size
+    positions = np.arange((step - 1) * train.global_batch_size, step * train.global_batch_size)
+    # [micro-batches, ranks, samples of a micro-batch], as `Loader` assigns them
+    ids = data.order.samples(positions).reshape(-1, size, train.micro_batch_size)
+    parts = []
+    for number in range(min(size, _DESCRIBED_RANKS)):
+        own = ids[:, number].flatten().tolist()
+        more = f" and {len(own) - _DESCRIBED_SAMPLES} more" if len(own) > _DESCRIBED_SAMPLES else ""
+        parts.append(f"{number}: {', '.join(map(str, own[:_DESCRIBED_SAMPLES]))}{more}")
+    left = f"; and those of {size - _DESCRIBED_RANKS} more ranks" if size > _DESCRIBED_RANKS else ""
+    return "; ".join(parts) + left
 
 
 def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any]:
@@ -116,9 +136,14 @@ class StepReader:
         # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
         flags = torch.tensor([error is not None, self._preemption.received, mesh.launch_order.residual()]).long()
-        failed, terminated, residual, *digest = sum_over_ranks(torch.cat([flags, counts * own.digest])).tolist()
+        waits = torch.zeros(world_size(), dtype=torch.int64)  # microseconds
+        waits[rank()] = round(waited * 1e6)
+        sums = sum_over_ranks(torch.cat([flags, counts * own.digest, waits]))
+        failed, terminated, residual, *digest = sums[: -len(waits)].tolist()
+        longest = int(sums[-len(waits) :].argmax())
         if residual:
             on_every_rank(mesh.launch_order.compare)
         stop = DataFailure(error) if failed else Preemption() if terminated else None
         batches = [] if stop else [batch_to(batch, mesh.device) for batch in own.batches]
-        return StepData(batches, torch.tensor(digest), waited, stop)
+        wait_seconds = int(sums[-len(waits) :][longest]) / 1e6
+        return StepData(batches, torch.tensor(digest), wait_seconds, longest, stop)
