@@ -27,7 +27,7 @@ _GAUGES = {
     "grad_norm": "L2 norm of the newest step's gradient before clipping",
     "tokens_per_second": "Training tokens a second over all ranks",
     "step_seconds": "Duration of the newest step",
-    "data_wait_seconds": "Part of the newest step for which rank 0 waited for data",
+    "data_wait_seconds": "Part of the newest step for which a rank waited for data, of the rank that waited longest",
     "peak_memory_bytes": "Peak memory of rank 0, allocated on a GPU or resident on a CPU",
     "model_flops_utilization": "The model's FLOPs as a fraction of the GPUs' dense bf16 rate",
 }
