@@ -10,7 +10,7 @@ import numpy as np
 
 from megalin.scaling_laws.bands import Band, band
 from megalin.scaling_laws.fit import Fit
-from megalin.scaling_laws.optimum import power_law
+from megalin.scaling_laws.optimum import is_near_sizes, power_law
 
 NUM_STATES = 3
 """Sizes of the state at which mixers are compared, evenly spaced in the logarithm."""
@@ -25,6 +25,8 @@ class AtFlops(NamedTuple):
     tokens: float
     loss: float
     band: Band
+    is_near_sizes: bool
+    """Whether the size lies near the measured ones."""
 
 
 class AtState(NamedTuple):
@@ -57,7 +59,7 @@ class Comparison(NamedTuple):
         low = max(float(fit.points.flops.min()) for fit in fits.values())
         high = min(float(fit.points.flops.max()) for fit in fits.values())
         flops = [low, math.sqrt(low * high), high] if low < high else [math.sqrt(low * high)]
-        at_flops = [AtFlops(name, each, *_best(fit, each)) for each in flops for name, fit in fits.items()]
+        at_flops = [_at_flops(name, fit, each) for each in flops for name, fit in fits.items()]
         known = {name: fit for name, fit in fits.items() if _knows_states(fit)}
         at_state, problem = _at_states(known, flops[-1])
         return cls(at_flops, at_state, flops[-1], [name for name in fits if name not in known], problem)
@@ -67,6 +69,8 @@ class Comparison(NamedTuple):
         yield "mixers at equal FLOPs, each at its best size:"
         rows = [
             (f"{row.flops:.3g}", row.mixer, f"{row.parameters:.3g}", f"{row.tokens:.3g}", *_loss(row))
+            if row.is_near_sizes
+            else (f"{row.flops:.3g}", row.mixer, *["-"] * 3, "the best size is far from the measured ones")
             for row in self.at_flops
         ]
         yield from aligned([("C", "mixer", "N", "D", "loss", "90 % band"), *rows])
@@ -96,9 +100,9 @@ def _loss(row: AtFlops | AtState) -> tuple[str, str]:
     return f"{row.loss:.4f}", f"[{low}, {high}]"
 
 
-def _best(fit: Fit, flops: float) -> tuple[float, float, float, Band]:
+def _at_flops(mixer: str, fit: Fit, flops: float) -> AtFlops:
     found, ends = fit.best(flops)
-    return *found, ends
+    return AtFlops(mixer, flops, *found, ends, is_near_sizes(found.parameters, fit.points))
 
 
 def _knows_states(fit: Fit) -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from megalin.scaling_laws.points import Points
 
+_FAR = 10.0
+
 
 class TokenCost(NamedTuple):
     """FLOPs of a token by model size, C / D = coefficient * N^exponent; 6 N where every weight counts once a pass.
@@ -72,6 +74,12 @@ def optimum(surface: Surface, cost: TokenCost, flops: float) -> Optimum:
     log_n = (math.log(alpha * A / (p * beta * B)) + beta * budget) / (alpha + p * beta)
     log_d = budget - p * log_n
     return Optimum(_exp(log_n), _exp(log_d), E + A * _exp(-alpha * log_n) + B * _exp(-beta * log_d))
+
+
+def is_near_sizes(parameters: float, points: Points) -> bool:
+    """Whether a size lies within a factor of ten of the measured ones; losses say nothing about a best size beyond."""
+    sizes = points.losses.parameters
+    return bool(sizes.min() / _FAR <= parameters <= sizes.max() * _FAR)
 
 
 def _exp(value: float) -> float:

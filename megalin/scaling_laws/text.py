@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megalin.scaling_laws.bands import LEVEL, Band
 from megalin.scaling_laws.comparison import Comparison
 from megalin.scaling_laws.fit import Fit
-from megalin.scaling_laws.optimum import optimum
+from megalin.scaling_laws.optimum import is_near_sizes, optimum
 
 
 def report_lines(fits: Mapping[str, Fit]) -> Iterator[str]:
@@ -34,7 +34,10 @@ def _fit_lines(fit: Fit) -> Iterator[str]:
     yield f"  N_opt ~ C^a, a = {fit.a:.4f}  {band_text(bands['a'])}"
     yield f"  D_opt ~ C^b, b = {fit.b:.4f}  {band_text(bands['b'])}"
     best = optimum(surface, fit.cost, float(fit.points.flops.max()))
-    yield f"  at the most FLOPs, {fit.points.flops.max():.3g}: {best.tokens / best.parameters:.3g} tokens a parameter"
+    ratio = f"{best.tokens / best.parameters:.3g} tokens a parameter"
+    if not is_near_sizes(best.parameters, fit.points):
+        ratio = f"the best size, {best.parameters:.3g}, is far from the measured ones, so these losses do not give one"
+    yield f"  at the most FLOPs, {fit.points.flops.max():.3g}: {ratio}"
     yield "envelope, the lowest loss at each C over all sizes:"
     laws = (("L(C)", envelope.loss), ("N_opt", envelope.parameters), ("D_opt", envelope.tokens))
     for (name, law), key in zip(laws, ("exponent", "a", "b"), strict=True):

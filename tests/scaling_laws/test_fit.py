@@ -16,6 +16,7 @@ from megalin.scaling_laws.fit import fit_points
 from megalin.scaling_laws.optimum import TokenCost, exponents, optimum, token_cost
 from megalin.scaling_laws.points import Point, by_mixer
 from megalin.scaling_laws.surface import Surface, fit_surface
+from megalin.scaling_laws.text import report_lines
 from tests.scaling_laws.designs import CHINCHILLA, MANY_RUNS, SMALL, WIDE, ladder, losses_of
 
 FEW = 20
@@ -52,6 +53,18 @@ def test_surface_of_tokens_alone_has_no_best_size():
     found = optimum(CHINCHILLA._replace(A=0.0), TokenCost(6.0, 1.0), 1e20)
     assert math.isnan(found.parameters)
     assert found.loss == CHINCHILLA.E
+
+
+def test_best_size_far_from_the_measured_ones_is_not_given():
+    points = [
+        *ladder(WIDE, mixer="flat", surface=CHINCHILLA._replace(A=0.01), noise=1e-5),
+        *ladder(WIDE, mixer="usual", noise=1e-5),
+    ]
+    fits = {name: fit_points(own, FEW) for name, own in by_mixer(points).items()}
+    far = [line for line in report_lines(fits) if "far from the measured ones" in line]
+    assert len(far) == 4
+    assert far[0].startswith("    at the most FLOPs")
+    assert all(" flat " in line for line in far[1:])
 
 
 def test_envelope_takes_the_lowest_loss_at_each_number_of_flops():
