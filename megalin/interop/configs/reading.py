@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalin.errors import ConfigError, StorageError
-from megalin.files import read_limited
+from megalin.files import FileTooLargeError, read_limited
 from megalin.interop.configs.deepspeed import add_deepspeed, read_json
 from megalin.interop.configs.flags import load_yaml
 from megalin.interop.configs.imported import ImportedConfig
@@ -87,6 +87,8 @@ def _text(source: str) -> tuple[str, str]:
 def _read(path: Path) -> str:
     try:
         return read_limited(path, limit_bytes=MAX_BYTES, follow_links=True).decode("utf-8")
+    except FileTooLargeError:
+        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes, too large for a config; give the config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable text file: {error}; give a path, or a command in quotes") from None
 
