@@ -70,7 +70,7 @@ class StackConfig(Config):
 
     @pydantic.field_validator("layers")
     @classmethod
-    def _has_a_sane_number_of_blocks(cls, layers: list[BlockConfig]) -> list[BlockConfig]:
+    def _limit_blocks(cls, layers: list[BlockConfig]) -> list[BlockConfig]:
         if (total := sum(block.repeat for block in layers)) > MAX_BLOCKS:
             raise ValueError(f"{total} blocks with their repetitions; use at most {MAX_BLOCKS}")
         return layers

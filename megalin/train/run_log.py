@@ -96,7 +96,7 @@ class RunLog:
     def write_rest(self) -> None:
         """Prints the seconds that no line of metrics took any more: those of the last checkpoint."""
         for name, seconds in self._seconds.items():
-            self.print_line(f"{name} after the last step: {seconds:.2f}")
+            self.print_line(f"{name.removesuffix('_seconds')} after the last step: {seconds:.2f} s")
 
     def sync(self) -> None:
         """Flushes the ledger to the disk, before a checkpoint."""

@@ -222,7 +222,7 @@ def _read_earlier(path: Path) -> dict[str, ShardDigests]:
         values: Mapping[str, Any] = json.loads(read_limited(path, limit_bytes=_RECORD_LIMIT_BYTES, follow_links=False))
         return {prefix: parse_record(value) for prefix, value in values.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DataError(f"{path}: not a record of shards; restore it, or remove it to read the shards anew") from None
+        raise DataError(f"{path}: not a record of shards; restore it, or remove it to read the shards again") from None
 
 
 def _words(digest: bytes) -> Tensor:

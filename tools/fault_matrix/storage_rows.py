@@ -53,6 +53,8 @@ def _outputs(lab: Lab) -> None:
 
 
 def _owned_by_nobody(lab: Lab) -> None:
+    for path in (lab.folder, lab.folder.parent):
+        path.chmod(0o755)
     for folder, _, files in os.walk(lab.folder):
         for name in [".", *files]:
             os.chown(os.path.join(folder, name), _NOBODY, _NOBODY)
@@ -61,8 +63,6 @@ def _owned_by_nobody(lab: Lab) -> None:
 @fault("F43", "a shard or checkpoint is unreadable")
 def _unreadable(lab: Lab) -> None:
     config, run = lab.finished_run()
-    for path in (lab.folder, lab.folder.parent):
-        path.chmod(0o755)
     _owned_by_nobody(lab)
     shard = lab.folder / "data" / "train.bin"
     shard.chmod(0)
@@ -78,8 +78,6 @@ def _unreadable(lab: Lab) -> None:
 @fault("F44", "folders of the run are read-only")
 def _read_only(lab: Lab) -> None:
     config, run = lab.finished_run()
-    for path in (lab.folder, lab.folder.parent):
-        path.chmod(0o755)
     _owned_by_nobody(lab)
     nobody = partial(become, _NOBODY)
     (run / "checkpoints").chmod(0o555)

@@ -61,10 +61,10 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Mapping[str
                     _log.warning("%s: the cached index is damaged (%s); it is built again", target, problem)
                     _set_aside(target)
                 _publish(target, text, build(), locked=locked)
-        if problem := _problem(target, text):
-            raise DataError(
-                f"{target}: the cached index is damaged ({problem}), just after it was built; check the disk"
-            )
+                if problem := _problem(target, text):
+                    raise DataError(
+                        f"{target}: the cached index is damaged ({problem}), just after it was built; check the disk"
+                    )
     return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(target.glob("*.npy"))}
 
 

@@ -178,7 +178,7 @@ INEXPRESSIBLE = {
         None,
         ["LlamaForCausalLM (transformers)", "sublayers.0.qkv_bias = False: the class has True"],
     ),
-    "biases of a GLU beside Qwen2's": (
+    "biases of a GLU together with Qwen2's": (
         model_table({"type": "softmax", "num_heads": 4, "qkv_bias": True}, SWIGLU | {"bias": True}),
         None,
         ["Qwen2ForCausalLM (transformers)", "sublayers.1.bias = True: the class has False"],
