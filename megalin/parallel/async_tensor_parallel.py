@@ -74,7 +74,7 @@ class AsyncTPBuffers:
         twice the largest hidden states; larger ones get new memory, at least twice as much as before.
 
         Raises:
-            RankFailedError: not all ranks open memory at the same launch; see `LaunchOrder.compare`.
+            RankStalledError: not all ranks open memory at the same launch; see `LaunchOrder.compare`.
         """
         key = shape, dtype
         if key not in self._ops:

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from megalin.errors import RankFailedError
+from megalin.errors import RankStalledError
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
 from megalin.parallel.rank_failures import default_rendezvous
 
@@ -122,7 +122,7 @@ class LaunchOrder:
             action: the reason of this rank, which must be that of every other one.
 
         Raises:
-            RankFailedError: on every rank of the axis where their launches or reasons differ; on the ranks that
+            RankStalledError: on every rank of the axis where their launches or reasons differ; on the ranks that
                 compare, where another one does not in time.
         """
         if not self._ranks:
@@ -137,7 +137,7 @@ class LaunchOrder:
             self._raise_mismatch(actions, [[_read(values) for values in json.loads(post)] for post in every])
 
     def _gather(self, key: str, own: str, action: str) -> list[str]:
-        """Every rank's text. Raises RankFailedError that names the ranks without one."""
+        """Every rank's text. Raises RankStalledError that names the ranks without one."""
         self._store.set(f"{key}/{self._rank}", own)
         keys = [f"{key}/{rank}" for rank in self._ranks]
         try:
@@ -146,7 +146,7 @@ class LaunchOrder:
             missing = [rank for rank, each in zip(self._ranks, keys, strict=True) if not self._store.check([each])]
             if missing:
                 last = next((launch for launch in reversed(self._launches.recent()) if launch.axis == self._axis), None)
-                raise RankFailedError(
+                raise RankStalledError(
                     f"rank {self._rank} {action} after {_describe(last)}, but {_names(missing)} did not within "
                     f"{self._timeout.total_seconds():g} s: the ranks of axis {self._axis} must launch the same "
                     f"overlapped ops in the same order; {REMEDY}"
@@ -154,7 +154,7 @@ class LaunchOrder:
         return [self._store.get(each).decode() for each in keys]
 
     def _raise_mismatch(self, actions: Sequence[str], launches: Sequence[Sequence[OpLaunch]]) -> NoReturn:
-        """Raises RankFailedError that names the first difference.
+        """Raises RankStalledError that names the first difference.
 
         Args:
             actions: by rank.
@@ -170,7 +170,7 @@ class LaunchOrder:
                 where = f"first at launch {number}: {self._by_rank(map(_describe, found))}"
                 break
         doing = f" ({self._by_rank(actions)})" if len(set(actions)) > 1 else ""
-        raise RankFailedError(
+        raise RankStalledError(
             f"the ranks of axis {self._axis} launched different overlapped ops, {where}{doing}; the ranks of an axis "
             "must launch the same ones in the same order, else they overwrite each other's data, and the results of "
             f"this step are wrong; {REMEDY}"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.errors import RankFailedError
+from megalin.errors import RankStalledError
 from megalin.parallel import mesh as meshes
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
 from megalin.parallel.launch_order import CAPACITY, LaunchOrder, LaunchRing
@@ -73,7 +73,7 @@ def run_step(fault: str | None) -> tuple[str | None, int, float]:
     try:
         launch(buffers, FAULTS[fault] if fault is not None and dist.get_rank() == FAULTY else OPS)
         buffers.order.compare()
-    except RankFailedError as error:
+    except RankStalledError as error:
         message = str(error)
     else:
         message = None
@@ -115,7 +115,7 @@ def wait_alone() -> str | None:
     launch(buffers, OPS)
     message = None
     if dist.get_rank() == 0:
-        with pytest.raises(RankFailedError) as raised:
+        with pytest.raises(RankStalledError) as raised:
             buffers.order.compare()
         message = str(raised.value)
     dist.barrier()
@@ -139,7 +139,7 @@ def compare_later() -> str:
         launch(buffers, OPS[::-1] if step == 2 and dist.get_rank() == FAULTY else OPS)
         if step == 1:
             buffers.order.compare()
-    with pytest.raises(RankFailedError) as raised:
+    with pytest.raises(RankStalledError) as raised:
         buffers.order.compare()
     return str(raised.value)
 
@@ -155,7 +155,7 @@ def overwrite_the_difference() -> str:
     buffers.order.record("other" if dist.get_rank() == FAULTY else "op", (1,))
     for _ in range(CAPACITY):
         buffers.order.record("op", (1,))
-    with pytest.raises(RankFailedError) as raised:
+    with pytest.raises(RankStalledError) as raised:
         buffers.order.compare()
     return str(raised.value)
 
@@ -239,7 +239,7 @@ def train_with_fault(config: Path, folder: Path, engine: str, faulty_step: int) 
     with (
         patch.object(meshes, "open_async_tp_buffers", open_),
         patch.object(TensorParallel, "all_gather_linear", all_gather_linear),
-        pytest.raises(RankFailedError) as raised,
+        pytest.raises(RankStalledError) as raised,
     ):
         train_here(config, folder, "parallel.tp=2", "parallel.sequence_parallel=true", f"train.engine={engine}")
     return str(raised.value)
