@@ -33,14 +33,21 @@ class StorageError(MegalinError):
     exit_code = 5
 
 
-class KernelError(MegalinError):
-    """A requested compiled kernel that cannot run."""
-
-    exit_code = 7
-
-
 class OperandError(MegalinError):
     """Tensors with shapes, dtypes or devices that an op does not accept."""
+
+
+class RankFailedError(MegalinError):
+    """A rank that raised, died, left or did not join; the message names it and includes its traceback, if any."""
+
+    exit_code = 6
+
+
+class RankStalledError(RankFailedError):
+    """A rank that did not take part in a collective in time, or launched other ops than the rest; the message names
+    it."""
+
+    exit_code = 7
 
 
 class NumericError(MegalinError):
@@ -49,9 +56,8 @@ class NumericError(MegalinError):
     exit_code = 8
 
 
-class RankFailedError(MegalinError):
-    """A rank that raised, died, timed out or launched other ops than the rest; the message names it and includes its
-    traceback if there is one."""
+class KernelError(MegalinError):
+    """A requested compiled kernel that cannot run."""
 
     exit_code = 9
 

@@ -53,7 +53,8 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
 
     Raises:
         ConfigError: ranks share a GPU without NCCL_MULTI_RANK_GPU_ENABLE.
-        RankFailedError: a collective failed, or ranks did not join; it names the ranks that did not take part.
+        RankFailedError: a collective failed, or ranks did not join; it names the ranks that did not take part, and is a
+            RankStalledError if the collective timed out.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
