@@ -4,8 +4,8 @@ The file holds a header, a slot of 64 bytes a rank, and a ring of the last ops t
 processes read while the rank runs, hangs, or after it died. A rank writes its own slot and ring, without a lock: a
 reader may see a slot or an op half written, and decides nothing from one reading.
 
-A process is one rank and has one heartbeat, as it has one default process group: `current()`. Without a file it lies in
-the process's own memory.
+A process is one rank and has one heartbeat, as it has one default process group: `current()`. It lies in the process's
+own memory until it moves to a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -38,6 +37,7 @@ done, failed: the rank left its run, without or with an error."""
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _STATES: tuple[State, ...] = get_args(State)
+_WAITING, _COMPUTING = _STATES.index("waiting"), _STATES.index("computing")
 _MAGIC = b"MEGALIN1"
 _HEADER = struct.Struct("<8sII")
 _SLOT = struct.Struct("<qqqqdBB")  # start of the process, pid, step, sequence, seconds, phase, state
@@ -86,28 +86,31 @@ class LaunchedOp(NamedTuple):
 
 
 class Heartbeat:
-    """Writer of this rank's slot and ring.
+    """Writer of a rank's slot and ring, which start in the phase "start", without launches.
 
     Attributes:
         wait_seconds: time in collectives and in reading of samples so far.
     """
 
-    def __init__(self, buffer: bytearray | mmap.mmap | None = None, slot: int = 0, ring: int = _SLOT_BYTES) -> None:
-        """Starts in the phase "start", with an empty ring.
-
-        Args:
-            buffer: memory of the slot and the ring; None: memory of this process alone.
-            slot, ring: their places in it.
-        """
-        self._buffer = bytearray(_SLOT_BYTES + _RING_BYTES) if buffer is None else buffer
-        self._changes, self._ring = slot + _CHANGES_PLACE, ring
-        self._phase, self._state, self._step = _PHASES.index("start"), _STATES.index("computing"), 0
+    def __init__(self) -> None:
+        self._buffer: bytearray | mmap.mmap = bytearray(_SLOT_BYTES + _RING_BYTES)
+        self._changes, self._ring = _CHANGES_PLACE, _SLOT_BYTES
+        self._phase, self._state, self._step = _PHASES.index("start"), _COMPUTING, 0
         self._sequence = 0
         self._numbers: Counter[str] = Counter()
         self._tails: dict[tuple[object, ...], bytes] = {}
         self._waiting_since = 0.0
         self.wait_seconds = 0.0
-        _SLOT.pack_into(self._buffer, slot, start_ticks(os.getpid()), os.getpid(), 0, 0, 0.0, 0, 0)
+        self._write()
+
+    def move_to(self, file: HeartbeatFile, rank: int) -> None:
+        """Writes into the file from now on, as this rank; the ring moves there."""
+        buffer, slot, ring = file.mapped, _slot_place(rank), file.ring_place(rank)
+        used = min(self._sequence, CAPACITY) * _OP_BYTES
+        buffer[ring : ring + used] = self._buffer[self._ring : self._ring + used]
+        self._buffer, self._changes, self._ring = buffer, slot + _CHANGES_PLACE, ring
+        self._phase, self._state = _PHASES.index("start"), _COMPUTING
+        _SLOT.pack_into(buffer, slot, start_ticks(os.getpid()), os.getpid(), 0, 0, 0.0, 0, 0)
         self._write()
 
     @property
@@ -210,7 +213,7 @@ class HeartbeatFile:
     """The mapped file of all ranks. Use `create` once, then `HeartbeatFile.open` in every process."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, world_size: int) -> None:
-        self.path, self.world_size, self._mapped = path, world_size, mapped
+        self.path, self.world_size, self.mapped = path, world_size, mapped
 
     @classmethod
     def open(cls, path: str | Path) -> HeartbeatFile:
@@ -237,7 +240,7 @@ class HeartbeatFile:
         """The slots of all ranks."""
         found = []
         for rank in range(self.world_size):
-            started, pid, step, sequence, seconds, phase, state = _SLOT.unpack_from(self._mapped, _slot_place(rank))
+            started, pid, step, sequence, seconds, phase, state = _SLOT.unpack_from(self.mapped, _slot_place(rank))
             phase_name: Phase = _PHASES[phase] if phase < len(_PHASES) else "none"
             state_name: State = _STATES[state] if state < len(_STATES) else "absent"
             found.append(RankSlot(rank, pid, phase_name, step, sequence, seconds, state_name, started))
@@ -245,13 +248,10 @@ class HeartbeatFile:
 
     def ring(self, rank: int) -> list[LaunchedOp]:
         """The last launches of a rank, the oldest first."""
-        return _read_ring(self._mapped, self._ring_place(rank))
+        return _read_ring(self.mapped, self.ring_place(rank))
 
-    def heartbeat(self, rank: int) -> Heartbeat:
-        """A new heartbeat of a rank, which writes into the file; only for the process of this rank."""
-        return Heartbeat(self._mapped, _slot_place(rank), self._ring_place(rank))
-
-    def _ring_place(self, rank: int) -> int:
+    def ring_place(self, rank: int) -> int:
+        """Place of a rank's ring in the mapped memory."""
         assert 0 <= rank < self.world_size, (rank, self.world_size)
         return _rings_place(self.world_size) + rank * _RING_BYTES
 
@@ -287,26 +287,7 @@ def start_ticks(pid: int) -> int:
 
 def current() -> Heartbeat:
     """The heartbeat of this process."""
-    return _process.heartbeat
-
-
-@contextmanager
-def recording(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
-    """Makes `heartbeat` the current one for the body."""
-    before, _process.heartbeat = _process.heartbeat, heartbeat
-    try:
-        yield heartbeat
-    finally:
-        _process.heartbeat = before
-
-
-class _Process:
-    """Holder of the current heartbeat."""
-
-    @cached_property
-    def heartbeat(self) -> Heartbeat:
-        """The one in this process's own memory, until another one is set."""
-        return Heartbeat()
+    return _current
 
 
 def _read_ring(buffer: bytearray | mmap.mmap, place: int) -> list[LaunchedOp]:
@@ -338,5 +319,4 @@ def _file_bytes(world_size: int) -> int:
     return _rings_place(world_size) + world_size * _RING_BYTES
 
 
-_WAITING, _COMPUTING = _STATES.index("waiting"), _STATES.index("computing")
-_process = _Process()
+_current = Heartbeat()

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from megalin.errors import StorageError
-from megalin.parallel.heartbeats import CAPACITY, Heartbeat, HeartbeatFile, LaunchedOp, create, current, recording
+from megalin.parallel.heartbeats import CAPACITY, Heartbeat, HeartbeatFile, LaunchedOp, create
 
 WRITER = """
 import sys, time
-from megalin.parallel.heartbeats import HeartbeatFile
-heartbeat = HeartbeatFile.open(sys.argv[1]).heartbeat(1)
+from megalin.parallel.heartbeats import HeartbeatFile, current
+heartbeat = current()
+heartbeat.record("before", "world", ())
+heartbeat.move_to(HeartbeatFile.open(sys.argv[1]), 1)
 heartbeat.step = 7
 heartbeat.enter("save")
 heartbeat.record("send to rank 2", "pp", (2, 3))
@@ -37,13 +39,14 @@ def test_another_process_is_read_after_it_was_killed(tmp_path):
         process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     first, slot, last = file.slots()
-    assert (slot.rank, slot.pid, slot.phase, slot.step, slot.sequence) == (1, process.pid, "save", 7, 2)
+    assert (slot.rank, slot.pid, slot.phase, slot.step, slot.sequence) == (1, process.pid, "save", 7, 3)
     assert slot.state == "waiting"
     assert 0 <= time.monotonic() - slot.seconds < 60
     assert (first.pid, last.pid) == (0, 0)
     assert file.ring(1) == [
-        LaunchedOp(0, "send to rank 2", "pp", (2, 3), 7, "save", 0),
-        LaunchedOp(1, "all_reduce", "data", (4,), 7, "save", 0),
+        LaunchedOp(0, "before", "world", (), 0, "start", 0),
+        LaunchedOp(1, "send to rank 2", "pp", (2, 3), 7, "save", 0),
+        LaunchedOp(2, "all_reduce", "data", (4,), 7, "save", 0),
     ]
     assert file.ring(0) == file.ring(2) == []
 
@@ -70,29 +73,29 @@ def test_states_and_phases_of_a_rank(tmp_path):
         return slot.phase, slot.state
 
     assert now() == ("none", "absent")
-    with recording(file.heartbeat(0)) as heartbeat:
-        assert current() is heartbeat
-        assert now() == ("start", "computing")
-        heartbeat.enter("step")
-        with heartbeat.in_phase("evaluation"), heartbeat.waiting("all_reduce", "data", (1,)):
-            assert now() == ("evaluation", "waiting")
-            time.sleep(0.01)
-        assert heartbeat.wait_seconds >= 0.01
-        with heartbeat.reading():
-            assert now() == ("step", "reading")
-        with pytest.raises(OSError, match="disk"), heartbeat.in_phase("save"):
-            raise OSError("disk")
-        heartbeat.end("failed")
-        assert now() == ("save", "failed")
-        heartbeat.end("done")
-        assert now() == ("end", "done")
-    assert current() is not heartbeat
+    heartbeat = Heartbeat()
+    heartbeat.move_to(file, 0)
+    assert now() == ("start", "computing")
+    heartbeat.enter("step")
+    with heartbeat.in_phase("evaluation"), heartbeat.waiting("all_reduce", "data", (1,)):
+        assert now() == ("evaluation", "waiting")
+        time.sleep(0.01)
+    assert heartbeat.wait_seconds >= 0.01
+    with heartbeat.reading():
+        assert now() == ("step", "reading")
+    with pytest.raises(OSError, match="disk"), heartbeat.in_phase("save"):
+        raise OSError("disk")
+    heartbeat.end("failed")
+    assert now() == ("save", "failed")
+    heartbeat.end("done")
+    assert now() == ("end", "done")
 
 
 def test_new_file_leaves_the_mapped_one(tmp_path):
     path = tmp_path / "heartbeats"
     create(path, 2)
-    older = HeartbeatFile.open(path).heartbeat(1)
+    older = Heartbeat()
+    older.move_to(HeartbeatFile.open(path), 1)
     create(path, 1)
     older.record("op", "data", ())
     assert HeartbeatFile.open(path).slots()[0].pid == 0
