@@ -20,7 +20,7 @@ from megalin.launcher.launcher import launch
 from megalin.launcher.outcome import GroupEnd, outcome
 from megalin.launcher.rank_process import Ending, ForkedProcess
 from megalin.launcher.signals import RecordedSignals
-from megalin.parallel.heartbeats import VARIABLE, HeartbeatFile
+from megalin.parallel.heartbeats import VARIABLE, Heartbeat, HeartbeatFile
 from megalin.parallel.process_group import process_group
 
 SECONDS = 5.0
@@ -44,7 +44,8 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 def _beat(step: int) -> int:
     """Reports a step of this rank; returns the rank."""
     rank = int(os.environ["RANK"])
-    heartbeat = HeartbeatFile.open(os.environ[VARIABLE]).heartbeat(rank)
+    heartbeat = Heartbeat()
+    heartbeat.move_to(HeartbeatFile.open(os.environ[VARIABLE]), rank)
     heartbeat.enter("step")
     heartbeat.step = step
     return rank

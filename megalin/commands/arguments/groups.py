@@ -27,6 +27,7 @@ GROUPS: Mapping[str, Sequence[Command]] = {
         results.EVAL,
         results.LM_EVAL,
         results.GENERATE,
+        results.DOCTOR,
         results.REPORT,
         results.INSPECT,
     ),
