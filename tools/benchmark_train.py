@@ -41,12 +41,13 @@ from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
 from train_benchmarks.simulated_ranks import simulated_ranks
 
-from megalin.errors import ConfigError, exit_code
+from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.ops.dispatch import backend
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.terminal_output import exit_code
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.hardware import peak_memory_bytes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,9 @@ import torch
 
 OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """Calls of `os` that change a file system or make a change durable."""
+
+_NEW_HOST_NAME = 0x04000000
+"""CLONE_NEWUTS of unshare(2): a host name of this process alone."""
 
 
 def _count_calls(action: Callable[[str, int], None]) -> None:
@@ -126,6 +131,28 @@ def slow_steps(seconds: float) -> None:
         return take(engine, *args, **options)
 
     FullyShardedEngine.step = changed  # type: ignore[method-assign]
+
+
+def slow_reads(seconds: float) -> None:
+    """This rank's data workers take this time longer for every batch of samples."""
+    from megalin.data.datasets.token import TokenDataset
+
+    read = TokenDataset.batch
+
+    def changed(dataset: Any, *args: Any) -> Any:
+        time.sleep(seconds)
+        return read(dataset, *args)
+
+    TokenDataset.batch = changed  # type: ignore[method-assign]
+
+
+def rename_host_in_steps_of(name: str, seconds: float) -> None:
+    """This process's host has another name, to which gloo binds its sockets, and every step takes longer. Only the
+    superuser may rename a host: without the right it keeps its name."""
+    slow_steps(seconds)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_HOST_NAME) == 0:
+        socket.sethostname(name)
 
 
 def fail_reads(name: str, times: int) -> None:

@@ -158,6 +158,11 @@ def ledger(run: Path) -> list[str]:
     return (run / "ledger.jsonl").read_text().splitlines()
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def weights(run: Path, step: int = STEPS) -> dict[str, str]:
     """sha256 of the tensor files of a checkpoint."""
     manifest = json.loads((step_folder(run, step) / MANIFEST_FILE).read_text())

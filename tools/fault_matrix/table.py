@@ -31,8 +31,6 @@ LATER: dict[str, tuple[str, str]] = {
     "F20": ("fp16 scale at its lower limit", "fp16 training"),
     "F21": ("flipped bit in a replica", _DRIFT),
     "F22": ("a rank is twice as slow", _DRIFT),
-    "F23": ("slow data reader", _DRIFT),
-    "F24": ("slow storage", _DRIFT),
 }
 """Name and theme of the faults whose behaviour is not built yet; they are not injected."""
 
