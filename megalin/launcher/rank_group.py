@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
@@ -44,7 +43,7 @@ class RankGroup:
         """
         self._files, self._output = files, RankOutput()
         with loopback_listener() as listener:
-            common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.path)} | _interfaces()
+            common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.path)}
             self._store = ForkedProcess(lambda: _serve(listener))
         self._ranks: list[RankProcess] = []
         for rank in range(world_size):
@@ -151,9 +150,3 @@ class RankGroup:
 def _serve(listener: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that save need the store
     serve_store(listener)
-
-
-def _interfaces() -> dict[str, str]:
-    """Variables that keep the ranks' connections on the loopback interface."""
-    names = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {name: os.environ.get(name, value) for name, value in names.items()}

@@ -166,7 +166,7 @@ def test_text_of_libraries_is_kept_and_ours_is_shown(tmp_path, capfd):
 
     def run() -> int:
         rank = int(os.environ["RANK"])
-        os.write(2, b"frame #0: c10::Error\x1b[2J\n")
+        os.write(2, b"frame #0: c10::Error\x1b[2J\nRankStalledError: rank 7 stalled\n")
         print("WARNING \x1b[2J of both ranks", file=sys.stderr)
         if rank == 1:
             print("of rank 1 alone", file=sys.stderr)
@@ -175,10 +175,14 @@ def test_text_of_libraries_is_kept_and_ours_is_shown(tmp_path, capfd):
         return 0
 
     assert _launch(run, folder) == 0
-    assert sorted(capfd.readouterr().err.splitlines()) == [r"WARNING \x1b[2J of both ranks", "rank 1: of rank 1 alone"]
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        "RankStalledError: rank 7 stalled",
+        r"WARNING \x1b[2J of both ranks",
+        "rank 1: of rank 1 alone",
+    ]
     kept = (folder / "ranks.log").read_bytes().splitlines()
     assert kept.count(b"rank 1: frame #0: c10::Error\x1b[2J") == 1
-    assert len(kept) == 5
+    assert len(kept) == 7
 
 
 def test_a_signal_is_passed_on_and_ranks_that_save_end_with_75(tmp_path, capfd):
@@ -254,6 +258,7 @@ def _ending(code: int, rank: int = 0, *, finished: bool = False) -> Ending:
         ([_ending(75), _ending(-15)], GroupEnd(75, None)),
         ([_ending(6), _ending(3, 1)], GroupEnd(3, _ending(3, 1))),
         ([_ending(7, 1), _ending(6)], GroupEnd(7, _ending(7, 1))),
+        ([_ending(-9, 2), _ending(7, 1), _ending(7)], GroupEnd(7, _ending(7, 1))),
         ([_ending(75), _ending(-9, 1)], GroupEnd(6, _ending(-9, 1))),
         ([_ending(0, finished=True), _ending(0, 1)], GroupEnd(6, _ending(0, 1))),
     ],
