@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn, Self
 
 from megalin.errors import PreemptedError, RankFailedError
-from megalin.launcher.outcome import describe_end, describe_place, grace_seconds, is_preempted, outcome
+from megalin.launcher.outcome import describe_end, describe_place, grace_seconds, outcome
 from megalin.launcher.output import RankOutput
 from megalin.launcher.rank_process import Ending, ForkedProcess, RankProcess, read_available
 from megalin.launcher.run_files import OUTPUT_NAME, RunFiles
@@ -78,7 +78,8 @@ class RankGroup:
             self._collect(now)
             if len(signals) > 1:
                 break
-            if passed_on == float("inf") and (signals or any(map(is_preempted, self._endings))):
+            # SIGTERM to one rank alone: in a step it makes all save, at the start it ends this rank.
+            if passed_on == float("inf") and (signals or any(each.code == -signal.SIGTERM for each in self._endings)):
                 passed_on, warn_at = now, now + _QUIET_SECONDS
                 self._send(signal.SIGTERM)
             if now > warn_at and signals:

@@ -137,6 +137,8 @@ def test_an_exception_shows_its_traceback_once_and_last(tmp_path, capfd):
 @pytest.mark.parametrize("error", [ConfigError, DataError, PreemptedError])
 def test_an_error_of_all_ranks_is_shown_once_and_not_restarted(tmp_path, capfd, error):
     def run() -> int:
+        if os.environ["RANK"] == "0":
+            time.sleep(0.2)
         raise error("planted")
 
     with _no_process_left():
@@ -211,6 +213,17 @@ def test_a_signal_before_the_first_step_ends_the_ranks_with_75(tmp_path):
 
     with _no_process_left(), pytest.raises(PreemptedError, match=r"^SIGTERM before the first step; the same command"):
         _launch(run, tmp_path, world_size=1)
+
+
+def test_sigterm_to_one_rank_at_the_start_ends_all_with_75(tmp_path):
+    def run() -> int:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return 0
+
+    with _no_process_left(), pytest.raises(PreemptedError):
+        _launch(run, tmp_path)
 
 
 def test_a_second_signal_ends_ranks_that_do_not_react_at_once(tmp_path, capfd):
