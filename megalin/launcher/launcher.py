@@ -33,11 +33,13 @@ def launch(
     restarts = 0
     while True:
         files = RunFiles(folder, world_size)
+        failed = True
         try:
             with RankGroup(run, world_size, files) as ranks:
                 end = ranks.wait(signals)
+            failed = end.code not in (0, PreemptedError.exit_code)
         finally:
-            files.close()
+            files.close(keep=failed)
         if end.code in NOT_RESTARTED or signals or restarts == max_restarts:
             break
         restarts += 1

@@ -54,6 +54,9 @@ def outcome(endings: Sequence[Ending]) -> GroupEnd:
     wrong = [ending for ending in failed if not is_preempted(ending)]
     if not wrong:
         return GroupEnd(PreemptedError.exit_code, None)
+    stalled = next((ending for ending in wrong if ending.code == RankStalledError.exit_code), None)
+    if stalled is not None and all(ending.code <= 0 or ending.code in _CONSEQUENCES for ending in wrong):
+        return GroupEnd(stalled.code, stalled)  # the watchdogs have killed the rank that stalled
     culprit = next((ending for ending in wrong if ending.code not in _CONSEQUENCES), wrong[0])
     return GroupEnd(culprit.code if culprit.code > 0 else RankFailedError.exit_code, culprit)
 

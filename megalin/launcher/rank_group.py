@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn, Self
 
 from megalin.errors import PreemptedError, RankFailedError
-from megalin.launcher.outcome import describe_end, describe_place, grace_seconds, is_preempted, outcome
+from megalin.launcher.outcome import describe_end, describe_place, grace_seconds, outcome
 from megalin.launcher.output import RankOutput
 from megalin.launcher.rank_process import Ending, ForkedProcess, RankProcess, read_available
 from megalin.launcher.run_files import OUTPUT_NAME, RunFiles
@@ -44,7 +43,7 @@ class RankGroup:
         """
         self._files, self._output = files, RankOutput()
         with loopback_listener() as listener:
-            common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.path)} | _interfaces()
+            common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.path)}
             self._store = ForkedProcess(lambda: _serve(listener))
         self._ranks: list[RankProcess] = []
         for rank in range(world_size):
@@ -79,7 +78,8 @@ class RankGroup:
             self._collect(now)
             if len(signals) > 1:
                 break
-            if passed_on == float("inf") and (signals or any(map(is_preempted, self._endings))):
+            # SIGTERM to one rank alone: in a step it makes all save, at the start it ends this rank.
+            if passed_on == float("inf") and (signals or any(each.code == -signal.SIGTERM for each in self._endings)):
                 passed_on, warn_at = now, now + _QUIET_SECONDS
                 self._send(signal.SIGTERM)
             if now > warn_at and signals:
@@ -151,9 +151,3 @@ class RankGroup:
 def _serve(listener: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that save need the store
     serve_store(listener)
-
-
-def _interfaces() -> dict[str, str]:
-    """Variables that keep the ranks' connections on the loopback interface."""
-    names = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {name: os.environ.get(name, value) for name, value in names.items()}

@@ -137,6 +137,8 @@ def test_an_exception_shows_its_traceback_once_and_last(tmp_path, capfd):
 @pytest.mark.parametrize("error", [ConfigError, DataError, PreemptedError])
 def test_an_error_of_all_ranks_is_shown_once_and_not_restarted(tmp_path, capfd, error):
     def run() -> int:
+        if os.environ["RANK"] == "0":
+            time.sleep(0.2)
         raise error("planted")
 
     with _no_process_left():
@@ -166,7 +168,7 @@ def test_text_of_libraries_is_kept_and_ours_is_shown(tmp_path, capfd):
 
     def run() -> int:
         rank = int(os.environ["RANK"])
-        os.write(2, b"frame #0: c10::Error\x1b[2J\n")
+        os.write(2, b"frame #0: c10::Error\x1b[2J\nRankStalledError: rank 7 stalled\n")
         print("WARNING \x1b[2J of both ranks", file=sys.stderr)
         if rank == 1:
             print("of rank 1 alone", file=sys.stderr)
@@ -175,10 +177,14 @@ def test_text_of_libraries_is_kept_and_ours_is_shown(tmp_path, capfd):
         return 0
 
     assert _launch(run, folder) == 0
-    assert sorted(capfd.readouterr().err.splitlines()) == [r"WARNING \x1b[2J of both ranks", "rank 1: of rank 1 alone"]
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        "RankStalledError: rank 7 stalled",
+        r"WARNING \x1b[2J of both ranks",
+        "rank 1: of rank 1 alone",
+    ]
     kept = (folder / "ranks.log").read_bytes().splitlines()
     assert kept.count(b"rank 1: frame #0: c10::Error\x1b[2J") == 1
-    assert len(kept) == 5
+    assert len(kept) == 7
 
 
 def test_a_signal_is_passed_on_and_ranks_that_save_end_with_75(tmp_path, capfd):
@@ -207,6 +213,17 @@ def test_a_signal_before_the_first_step_ends_the_ranks_with_75(tmp_path):
 
     with _no_process_left(), pytest.raises(PreemptedError, match=r"^SIGTERM before the first step; the same command"):
         _launch(run, tmp_path, world_size=1)
+
+
+def test_sigterm_to_one_rank_at_the_start_ends_all_with_75(tmp_path):
+    def run() -> int:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return 0
+
+    with _no_process_left(), pytest.raises(PreemptedError):
+        _launch(run, tmp_path)
 
 
 def test_a_second_signal_ends_ranks_that_do_not_react_at_once(tmp_path, capfd):
@@ -254,6 +271,7 @@ def _ending(code: int, rank: int = 0, *, finished: bool = False) -> Ending:
         ([_ending(75), _ending(-15)], GroupEnd(75, None)),
         ([_ending(6), _ending(3, 1)], GroupEnd(3, _ending(3, 1))),
         ([_ending(7, 1), _ending(6)], GroupEnd(7, _ending(7, 1))),
+        ([_ending(-9, 2), _ending(7, 1), _ending(7)], GroupEnd(7, _ending(7, 1))),
         ([_ending(75), _ending(-9, 1)], GroupEnd(6, _ending(-9, 1))),
         ([_ending(0, finished=True), _ending(0, 1)], GroupEnd(6, _ending(0, 1))),
     ],
