@@ -57,7 +57,7 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    rendezvous = _rendezvous(launched(), timeout)
+    rendezvous = _rendezvous(launched(), min(timeout, COLLECTIVE_TIMEOUT))._replace(timeout=timeout)
     try:
         with report_failed_ranks(rendezvous):
             init_default_group(rendezvous, backend)

@@ -25,7 +25,7 @@ _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
-        "metrics.prom",
+        *("metrics.prom", "heartbeats", "stacks"),
     }
 )
 """Names of the files and folders of a run."""
@@ -112,6 +112,11 @@ class RunFolder:
     def incidents(self) -> Path:
         """Event log, one JSON line per start, warning or error."""
         return self.path / "incidents.jsonl"
+
+    @property
+    def stacks(self) -> Path:
+        """Folder of the stacks of ranks in a run that stalled."""
+        return self.path / "stacks"
 
     @property
     def loss_curve(self) -> Path:
