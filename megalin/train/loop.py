@@ -248,7 +248,7 @@ class TrainingLoop:
         return self.tasks.run(self.model, self.mesh, step=step)
 
     def _save(self, step: int, log: RunLog) -> None:
-        with log.timed("save_seconds"):
+        with log.timed_save(step):
             log.sync()
             self._save_now(step)
 
