@@ -184,9 +184,9 @@ def _shard_start(linear: Linear) -> list[int]:
     shape[1] //= linear.tp.size
     start = [0] * len(shape)
     start[1] = linear.tp.axis.rank * shape[1]
-    if isinstance(weight, DTensor) and "shard" in (weight.device_mesh.mesh_dim_names or ()):
-        mesh = weight.device_mesh["shard"]
+    if isinstance(weight, DTensor) and "shard" in (names := weight.device_mesh.mesh_dim_names or ()):
+        rank, ranks = weight.device_mesh.get_local_rank("shard"), weight.device_mesh.size(names.index("shard"))
         for dim, (size, found) in enumerate(zip(shape, local(weight).shape, strict=True)):
             if found != size:
-                start[dim] += mesh.get_local_rank() * -(-size // mesh.size())
+                start[dim] += rank * -(-size // ranks)
     return start

@@ -81,7 +81,7 @@ def compare_all(cases: list[Case], part: Part) -> list[list[TensorError]]:
 
 
 def test_fp8_on_a_mesh_is_that_of_one_process():
-    cases = [case(FAST[0], tp=2, sequence_parallel=True, recompute=True), case(FAST[1], tp=2)]
+    cases = [case(FAST[1], tp=2, sequence_parallel=True, recompute=True)]
     check(cases, run_ranks(2, compare_all, cases, compare_models)[0])
 
 
