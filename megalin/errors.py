@@ -1,7 +1,6 @@
 """Errors for users: each names what is wrong, the rule and the remedy, and sets the exit code."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 
 class MegalinError(ValueError):
@@ -34,14 +33,21 @@ class StorageError(MegalinError):
     exit_code = 5
 
 
-class KernelError(MegalinError):
-    """A requested compiled kernel that cannot run."""
-
-    exit_code = 7
-
-
 class OperandError(MegalinError):
     """Tensors with shapes, dtypes or devices that an op does not accept."""
+
+
+class RankFailedError(MegalinError):
+    """A rank that raised, died, left or did not join; the message names it and includes its traceback, if any."""
+
+    exit_code = 6
+
+
+class RankStalledError(RankFailedError):
+    """A rank that did not take part in a collective in time, or launched other ops than the rest; the message names
+    it."""
+
+    exit_code = 7
 
 
 class NumericError(MegalinError):
@@ -50,9 +56,8 @@ class NumericError(MegalinError):
     exit_code = 8
 
 
-class RankFailedError(MegalinError):
-    """A rank that raised, died, timed out or launched other ops than the rest; the message names it and includes its
-    traceback if there is one."""
+class KernelError(MegalinError):
+    """A requested compiled kernel that cannot run."""
 
     exit_code = 9
 
@@ -79,12 +84,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def exit_code(run: Callable[[], int | None]) -> int:
-    """Runs a tool and returns its exit code, 0 for None; a MegalinError is printed and gives its own exit code."""
-    try:
-        return run() or 0
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalin.errors import MegalinError
+from megalin.errors import MegalinError, RankStalledError
 from megalin.parallel.collectives import all_reduce
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.parallel.process_group import init_default_group, process_group
@@ -180,7 +180,7 @@ def test_rank_that_dies_in_a_collective_is_named_with_the_rank_that_waited():
 
 def test_rank_that_stalls_in_a_collective_is_named_within_the_timeout():
     with pytest.raises(
-        RankFailedError, match=r"(?s)a collective failed, no response from rank 1: .*Timed out waiting 1600ms"
+        RankFailedError, match=r"(?s)RankStalledError: .* failed, no response from rank 1: .*Timed out waiting 1600ms"
     ):
         run_ranks(3, _stall_before_a_collective, collective_timeout=1.6)
 
@@ -199,10 +199,24 @@ def test_collective_that_fails_with_the_rank_that_hosts_the_store_names_it():
 
 def test_failed_collective_is_found_in_the_chain_of_causes():
     with (
-        pytest.raises(RankFailedError, match=r"rank 0: a collective failed, no response from rank 1: gloo: closed$"),
+        pytest.raises(
+            RankFailedError, match=r"rank 0: a collective failed, no response from rank 1: gloo: closed$"
+        ) as raised,
         report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("[Stage 0] failed to run forward") from RuntimeError("gloo: closed")
+    assert raised.value.exit_code == 6
+
+
+def test_a_closed_connection_to_a_rank_that_timed_out_is_a_stall():
+    store = dist.HashStore()
+    store.set("failed/1", "stalled")
+    with (
+        pytest.raises(RankStalledError, match=r"rank 0: a collective failed, no response from rank 2: ") as raised,
+        report_failed_ranks(Rendezvous(store, 0, 3, timedelta(seconds=0.2))),
+    ):
+        raise RuntimeError("gloo: connection closed by peer")
+    assert raised.value.exit_code == 7
 
 
 def test_another_error_stays_what_it_is():
@@ -215,7 +229,9 @@ def test_another_error_stays_what_it_is():
 
 def test_a_rank_whose_gpu_waited_too_long_for_another_names_it():
     with (
-        pytest.raises(RankFailedError, match=r"rank 0: a collective failed, no response from rank 1: .*launch failure"),
+        pytest.raises(
+            RankStalledError, match=r"rank 0: a collective failed, no response from rank 1: .*launch failure"
+        ),
         report_failed_ranks(Rendezvous(dist.HashStore(), 0, 2, timedelta(seconds=0.2))),
     ):
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -230,7 +246,7 @@ def free_port():
 
 def test_rank_that_stalls_under_a_launcher_is_named_within_the_timeout(tmp_path, free_port):
     with pytest.raises(
-        RankFailedError, match=r"(?s)a collective failed, no response from rank 1: .*Timed out waiting 3000ms"
+        RankFailedError, match=r"(?s)RankStalledError: .* failed, no response from rank 1: .*Timed out waiting 3000ms"
     ):
         run_ranks(3, _stall_in_a_launched_group, free_port, tmp_path / "met")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.heartbeats import current
 from megalin.parallel.tensor_parallel import local
 
 
@@ -81,7 +82,8 @@ def _sum_of_squares(gradients: list[Tensor], local_norms: Tensor, counted: list[
     for axes, indices in by_axes.items():
         square = torch.linalg.vector_norm(torch.stack([norms[index] for index in indices])).square()
         for group in groups.get(axes, []):
-            dist.all_reduce(square, group=group)
+            with current().waiting("all_reduce of a norm", "shard"):
+                dist.all_reduce(square, group=group)
         total = total + square
     return total
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalin import errors
 from megalin.errors import MegalinError, StorageError
+from megalin.parallel.heartbeats import current
 from megalin.parallel.messages import broadcast_bytes, decode, encode, gather_bytes
 
 ResultT = TypeVar("ResultT")
@@ -86,7 +87,8 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Sum over all ranks of a tensor in host memory. One all-reduce on the CPU, which does not wait for the device."""
     total = values.clone()
     if distributed():
-        dist.all_reduce(total)
+        with current().waiting("all_reduce", "host", total.shape):
+            dist.all_reduce(total)
     return total
 
 
@@ -94,7 +96,8 @@ def max_over_ranks(values: Tensor) -> Tensor:
     """Maximum over all ranks of each element of a tensor in host memory. One all-reduce on the CPU."""
     largest = values.clone()
     if distributed():
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        with current().waiting("all_reduce max", "host", largest.shape):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest
 
 
@@ -103,7 +106,8 @@ def gather_over_ranks(values: Tensor) -> Tensor:
     gathered = [torch.empty_like(values) for _ in range(world_size())]
     if not distributed():
         return values[None]
-    dist.all_gather(gathered, values)
+    with current().waiting("all_gather", "host", values.shape):
+        dist.all_gather(gathered, values)
     return torch.stack(gathered)
 
 

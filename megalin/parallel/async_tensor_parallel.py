@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.ops.dispatch.custom_op import custom_op
-from megalin.parallel.launch_order import LaunchOrder, LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
+from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.symmetric_memory import OpenMemory, open_symmetric_memory
 
 TPOverlapName = Literal["auto", "symmetric_memory", "none"]
@@ -74,7 +75,7 @@ class AsyncTPBuffers:
         twice the largest hidden states; larger ones get new memory, at least twice as much as before.
 
         Raises:
-            RankFailedError: not all ranks open memory at the same launch; see `LaunchOrder.compare`.
+            RankStalledError: not all ranks open memory at the same launch; see `LaunchOrder.compare`.
         """
         key = shape, dtype
         if key not in self._ops:
@@ -349,7 +350,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, buffers: AsyncTPBuffers) ->
 
 
 def open_async_tp_buffers(
-    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: LaunchRing
+    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: Heartbeat
 ) -> AsyncTPBuffers | str:
     """Opens the buffers of both ops on this group's axis; the ops use them while the caller keeps them. A collective.
 

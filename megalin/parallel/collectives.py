@@ -8,6 +8,7 @@ identity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from megalin.parallel.heartbeats import current
 
 # torch 2.12 renamed these two; the old names warn there, the new ones do not exist in 2.11.
 _gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -41,6 +44,21 @@ SYNCHRONOUS_DEVICES = frozenset({"cpu"})
 them dropped without a wait, ended in a segmentation fault (torch 2.13), and there is nothing to overlap."""
 
 
+def _launch(op: str, x: Tensor, axis: Axis, collective: Callable[[], Tensor]) -> Tensor:
+    """Launches a collective on `x`, and waits for it on synchronous devices. The heartbeat records it, except in a
+    compiled graph, whose block it records."""
+    if torch.compiler.is_compiling():
+        return _wait_at_once(collective(), x)
+    heartbeat = current()
+    if x.device.type not in SYNCHRONOUS_DEVICES:
+        heartbeat.record(op, axis.name, x.shape)
+        return collective()
+    heartbeat.start_wait(op, axis.name, x.shape)
+    result = wait_tensor(collective())
+    heartbeat.end_wait()
+    return result
+
+
 def _wait_at_once(result: Tensor, x: Tensor) -> Tensor:
     return wait_tensor(result) if x.device.type in SYNCHRONOUS_DEVICES else result
 
@@ -49,14 +67,19 @@ def all_reduce(x: Tensor, axis: Axis, *, operation: str = "sum") -> Tensor:
     """Element-wise sum (or "max") of `x` over the axis, on every rank. Not differentiable."""
     if axis.size == 1:
         return x
-    return _wait_at_once(functional.all_reduce(x.contiguous(), operation, axis.group_name), x)  # type: ignore[arg-type]
+    return _launch(
+        "all_reduce",
+        x,
+        axis,
+        lambda: functional.all_reduce(x.contiguous(), operation, axis.group_name),  # type: ignore[arg-type]
+    )
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenation of every rank's `x` along `dim`, in rank order. Not differentiable."""
     if axis.size == 1:
         return x
-    gathered = _wait_at_once(_gather(x.contiguous(), 0, axis.group_name), x)
+    gathered = _launch("all_gather", x, axis, lambda: _gather(x.contiguous(), 0, axis.group_name))
     # torch 2.11 cannot trace the concatenation that its own function makes for another dim.
     return gathered if dim == 0 else torch.cat(gathered.chunk(axis.size), dim)
 
@@ -65,7 +88,7 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum of `x` over the axis. Not differentiable."""
     if axis.size == 1:
         return x
-    return _wait_at_once(_scatter(x.contiguous(), "sum", dim, axis.group_name), x)
+    return _launch("reduce_scatter", x, axis, lambda: _scatter(x.contiguous(), "sum", dim, axis.group_name))
 
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
@@ -74,7 +97,12 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Ten
     if axis.size == 1:
         return x
     chunks = torch.cat(x.chunk(axis.size, split_dim))
-    received = _wait_at_once(functional.all_to_all_single(chunks, None, None, axis.group_name), x)  # type: ignore[arg-type]
+    received = _launch(
+        "all_to_all",
+        x,
+        axis,
+        lambda: functional.all_to_all_single(chunks, None, None, axis.group_name),  # type: ignore[arg-type]
+    )
     return torch.cat(received.chunk(axis.size), concat_dim)
 
 
@@ -96,8 +124,12 @@ def ring_shift(x: Tensor, token: Tensor, axis: Axis, *, step: int, num_expected:
     sizes_to[(axis.rank + step) % axis.size] = x.numel() + 1
     sizes_from[(axis.rank - step) % axis.size] = num_expected + 1
     sent = torch.cat([x, token])
-    received = functional.all_to_all_single(sent, sizes_from, sizes_to, axis.group_name)  # type: ignore[arg-type]
-    received = _wait_at_once(received, x)
+    received = _launch(
+        "ring_shift",
+        sent,
+        axis,
+        lambda: functional.all_to_all_single(sent, sizes_from, sizes_to, axis.group_name),  # type: ignore[arg-type]
+    )
     return received[:-1], received[-1:]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from megalin.parallel.collectives import all_reduce
+from megalin.parallel.collectives import SYNCHRONOUS_DEVICES, all_reduce
 from megalin.parallel.embedding import VocabParallelEmbedding
+from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh, covering_axes
 from megalin.parallel.tensor_parallel import local
 
@@ -71,8 +74,44 @@ def shard_model(
             if data_mesh.size() > 1:  # the engine divides by one in a pass of its own
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            if data_mesh.size(1) == 1:
-                module.set_custom_reduce_scatter(_SumOfOneRank())
+            module.set_custom_all_gather(_RecordedAllGather())
+            module.set_custom_reduce_scatter(_SumOfOneRank() if data_mesh.size(1) == 1 else _RecordedReduceScatter())
+
+
+class _RecordedAllGather(DefaultAllGather):
+    """All-gather of a unit's weights, which the heartbeat records."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers; waits for the other ranks on synchronous devices without `async_op`."""
+        with _recorded("all_gather of weights", input_tensor, async_op):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _RecordedReduceScatter(DefaultReduceScatter):
+    """Reduce-scatter of a unit's gradients, which the heartbeat records."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Reduces; waits for the other ranks on synchronous devices without `async_op`."""
+        with _recorded("reduce_scatter of gradients", input_tensor, async_op):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def _recorded(op: str, x: Tensor, async_op: bool) -> AbstractContextManager[None]:
+    """Records a collective of the body, in which the host waits for other ranks on synchronous devices."""
+    heartbeat = current()
+    if x.device.type in SYNCHRONOUS_DEVICES and not async_op:
+        return heartbeat.waiting(op, "shard", x.shape)
+    heartbeat.record(op, "shard", x.shape)
+    return nullcontext()
 
 
 class _SumOfOneRank(DefaultReduceScatter):

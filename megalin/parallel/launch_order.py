@@ -2,73 +2,31 @@
 
 Overlapped ops of all ranks share memory and signals that no collective guards: where ranks launch different ops, or the
 same ones in another order, an op reads the data of another, without an error. Each rank therefore records its launches
-on the host, and the ranks compare them through the store in which they met; the device is not waited for. Collectives
-of a process group are not recorded here: torch's flight recorder has them.
+on the host (`heartbeats.Heartbeat`), and the ranks compare them through the store in which they met; the device is not
+waited for.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megalin.errors import RankFailedError
+from megalin.errors import RankStalledError
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
+from megalin.parallel.heartbeats import Heartbeat, LaunchedOp
 from megalin.parallel.rank_failures import default_rendezvous
 
-CAPACITY = 4096
-"""Launches that a rank keeps. A micro-batch of 30 layers with four overlapped matmuls each makes 240."""
 REMEDY = (
     "run the same code, torch and Triton on every rank, with one inductor cache for all (TORCHINDUCTOR_CACHE_DIR, "
     'emptied once), or use parallel.tp_overlap = "none"'
 )
 """End of the error message of ranks that launched different ops."""
-
-
-class OpLaunch(NamedTuple):
-    """A launch of an overlapped op on this rank's host."""
-
-    number: int
-    """Launches before it on the same axis."""
-    op: str
-    axis: str
-    shape: tuple[int, ...]
-    step: int
-    """The step of the run; 0 before the first one."""
-
-
-class LaunchRing:
-    """The last CAPACITY launches of this rank, over all axes.
-
-    Attributes:
-        step: the step of the run, for later launches.
-    """
-
-    def __init__(self) -> None:
-        self.step = 0
-        self._ring: list[OpLaunch | None] = [None] * CAPACITY
-        self._count = 0
-        self._numbers: Counter[str] = Counter()
-
-    def record(self, op: str, axis: str, shape: tuple[int, ...]) -> None:
-        """Adds a launch, in place of the oldest one."""
-        self._ring[self._count % CAPACITY] = OpLaunch(self._numbers[axis], op, axis, shape, self.step)
-        self._count += 1
-        self._numbers[axis] += 1
-
-    def count(self, axis: str) -> int:
-        """Number of launches on an axis so far."""
-        return self._numbers[axis]
-
-    def recent(self) -> list[OpLaunch]:
-        """The launches in the ring, the oldest first."""
-        start = self._count % CAPACITY
-        return [launch for launch in self._ring[start:] + self._ring[:start] if launch is not None]
 
 
 class LaunchOrder:
@@ -83,7 +41,7 @@ class LaunchOrder:
 
     def __init__(
         self,
-        launches: LaunchRing,
+        launches: Heartbeat,
         axis: str,
         group: dist.ProcessGroup | None = None,
         *,
@@ -91,6 +49,7 @@ class LaunchOrder:
     ) -> None:
         self._launches, self._axis, self._timeout = launches, axis, timeout
         self._digest = 0
+        self._count = 0
         self._ranks: list[int] = []
         self._comparisons = 0
         if group is not None and group.size() > 1:
@@ -104,6 +63,7 @@ class LaunchOrder:
     def record(self, op: str, shape: tuple[int, ...]) -> None:
         """Records a launch on this axis."""
         self._launches.record(op, self._axis, shape)
+        self._count += 1
         self._digest = zlib.crc32(f"{op}{shape}".encode(), self._digest)
 
     def residual(self) -> int:
@@ -122,14 +82,14 @@ class LaunchOrder:
             action: the reason of this rank, which must be that of every other one.
 
         Raises:
-            RankFailedError: on every rank of the axis where their launches or reasons differ; on the ranks that
+            RankStalledError: on every rank of the axis where their launches or reasons differ; on the ranks that
                 compare, where another one does not in time.
         """
         if not self._ranks:
             return
         number = self._comparisons
         self._comparisons += 1
-        posts = self._gather(f"{number}", json.dumps([action, self._launches.count(self._axis), self._digest]), action)
+        posts = self._gather(f"{number}", json.dumps([action, self._count, self._digest]), action)
         if len(set(posts)) > 1:
             own = [launch for launch in self._launches.recent() if launch.axis == self._axis]
             every = self._gather(f"{number}.launches", json.dumps(own), action)
@@ -137,7 +97,7 @@ class LaunchOrder:
             self._raise_mismatch(actions, [[_read(values) for values in json.loads(post)] for post in every])
 
     def _gather(self, key: str, own: str, action: str) -> list[str]:
-        """Every rank's text. Raises RankFailedError that names the ranks without one."""
+        """Every rank's text. Raises RankStalledError that names the ranks without one."""
         self._store.set(f"{key}/{self._rank}", own)
         keys = [f"{key}/{rank}" for rank in self._ranks]
         try:
@@ -146,15 +106,15 @@ class LaunchOrder:
             missing = [rank for rank, each in zip(self._ranks, keys, strict=True) if not self._store.check([each])]
             if missing:
                 last = next((launch for launch in reversed(self._launches.recent()) if launch.axis == self._axis), None)
-                raise RankFailedError(
+                raise RankStalledError(
                     f"rank {self._rank} {action} after {_describe(last)}, but {_names(missing)} did not within "
                     f"{self._timeout.total_seconds():g} s: the ranks of axis {self._axis} must launch the same "
                     f"overlapped ops in the same order; {REMEDY}"
                 ) from error
         return [self._store.get(each).decode() for each in keys]
 
-    def _raise_mismatch(self, actions: Sequence[str], launches: Sequence[Sequence[OpLaunch]]) -> NoReturn:
-        """Raises RankFailedError that names the first difference.
+    def _raise_mismatch(self, actions: Sequence[str], launches: Sequence[Sequence[LaunchedOp]]) -> NoReturn:
+        """Raises RankStalledError that names the first difference.
 
         Args:
             actions: by rank.
@@ -170,7 +130,7 @@ class LaunchOrder:
                 where = f"first at launch {number}: {self._by_rank(map(_describe, found))}"
                 break
         doing = f" ({self._by_rank(actions)})" if len(set(actions)) > 1 else ""
-        raise RankFailedError(
+        raise RankStalledError(
             f"the ranks of axis {self._axis} launched different overlapped ops, {where}{doing}; the ranks of an axis "
             "must launch the same ones in the same order, else they overwrite each other's data, and the results of "
             f"this step are wrong; {REMEDY}"
@@ -184,13 +144,13 @@ class LaunchOrder:
         return "; ".join(f"{_names(own)}: {text}" for text, own in ranks.items())
 
 
-def _read(values: list[object]) -> OpLaunch:
+def _read(values: list[Any]) -> LaunchedOp:
     """A launch from the values in its JSON."""
-    number, op, axis, shape, step = values
-    return OpLaunch(number, op, axis, tuple(shape), step)  # type: ignore[arg-type]
+    sequence, op, axis, shape, *rest = values
+    return LaunchedOp(sequence, op, axis, tuple(shape), *rest)
 
 
-def _describe(launch: OpLaunch | None) -> str:
+def _describe(launch: LaunchedOp | None) -> str:
     return "nothing" if launch is None else f"{launch.op} {list(launch.shape)} in step {launch.step}"
 
 

@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
-from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.collectives import Axis, all_reduce
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
-from megalin.parallel.launch_order import LaunchOrder, LaunchRing
+from megalin.parallel.heartbeats import Heartbeat, current
+from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.pipeline_parallel import PipelineParallel, PPTransferName, ScheduleName
 from megalin.parallel.process_group import open_group
+from megalin.parallel.rank_failures import default_rendezvous
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -185,7 +187,7 @@ class Mesh:
         cp: the context-parallel axis for layers: neighbours on the data axis that share their samples.
         tp: the tensor-parallel axis for layers.
         pp: the pipeline axis: ranks that have other layers and read the same samples.
-        launches: this rank's launches of overlapped ops.
+        launches: this rank's heartbeat, which records its launches.
         launch_order: those of async tensor parallelism, which the ranks of the tensor-parallel axis compare.
         device: this rank's device.
     """
@@ -206,7 +208,7 @@ class Mesh:
         data_size = dist.get_world_size() // (config.tp * config.pp)
         shard = config.shard_size(data_size)
         self.zero = config.zero_stage(data_size)
-        self.config, self.device, self.launches = config, device, LaunchRing()
+        self.config, self.device, self.launches = config, device, current()
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
         self.data_group = open_group("data", self._root.mesh, -3, -2)
@@ -297,12 +299,12 @@ def check_device(config: ParallelConfig, device_type: str) -> None:
 
 
 def _async_tp_buffers(
-    config: ParallelConfig, device: torch.device, group: dist.ProcessGroup, launches: LaunchRing
+    config: ParallelConfig, device: torch.device, group: dist.ProcessGroup, launches: Heartbeat
 ) -> AsyncTPBuffers | None:
     """The buffers of async tensor parallelism in the tensor-parallel group; None where it is not used."""
     if not config.may_use_async_tp:
         return None
-    buffers = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT, launches=launches)
+    buffers = open_async_tp_buffers(device, group=group, timeout=default_rendezvous().timeout, launches=launches)
     if isinstance(buffers, AsyncTPBuffers):
         return buffers
     if config.tp_overlap == "symmetric_memory":

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalin.parallel.heartbeats import current
+
 
 def encode(value: Any, kind: Any = None) -> bytes:
     """The value as JSON.
@@ -53,10 +55,12 @@ def _check_plain(value: Any) -> None:
 def broadcast_bytes(data: bytes | None) -> bytes:
     """Rank 0's bytes on every rank of the default group; the others pass None. Two broadcasts."""
     length = torch.tensor([0 if data is None else len(data)])
-    dist.broadcast(length, src=0)
+    with current().waiting("broadcast", "host", length.shape):
+        dist.broadcast(length, src=0)
     message = torch.empty(int(length), dtype=torch.uint8) if data is None else _tensor(data)
     if len(message):
-        dist.broadcast(message, src=0)
+        with current().waiting("broadcast", "host", message.shape):
+            dist.broadcast(message, src=0)
     return message.numpy().tobytes()
 
 
@@ -64,14 +68,16 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Every rank's bytes, in rank order of the group (None: the default one). Two all-gathers."""
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    with current().waiting("all_gather", "host", (1,)):
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     longest = max(int(length) for length in lengths)
     if longest == 0:
         return [b""] * size
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(data)] = _tensor(data)
     messages = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(messages, padded, group=group)
+    with current().waiting("all_gather", "host", padded.shape):
+        dist.all_gather(messages, padded, group=group)
     return [message[: int(length)].numpy().tobytes() for message, length in zip(messages, lengths, strict=True)]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.parallel.launch_order import LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
 SLOTS = 2
@@ -35,7 +35,7 @@ class P2PChannels:
         rank: int,
         shape: Sequence[int],
         dtype: torch.dtype,
-        launches: LaunchRing,
+        launches: Heartbeat,
         *,
         timeout: timedelta,
         cuda_stream: torch.cuda.Stream | None = None,
@@ -137,7 +137,7 @@ def open_channels(
     *,
     group: dist.ProcessGroup,
     timeout: timedelta,
-    launches: LaunchRing,
+    launches: Heartbeat,
 ) -> P2PChannels | str:
     """Opens `num_channels` channels into each rank of the group; a collective.
 

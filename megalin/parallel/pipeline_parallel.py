@@ -18,10 +18,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from megalin.errors import ConfigError
-from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
-from megalin.parallel.launch_order import LaunchRing
+from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.heartbeats import Heartbeat, current
 from megalin.parallel.p2p_copies import P2PChannels, open_channels
 from megalin.parallel.process_group import open_groups
+from megalin.parallel.rank_failures import default_rendezvous
 from megalin.parallel.tensor_parallel import local
 
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
@@ -47,10 +48,10 @@ class PipelineParallel:
         *,
         group: dist.ProcessGroup | None = None,
         stages_per_rank: int = 1,
-        launches: LaunchRing | None = None,
+        launches: Heartbeat | None = None,
     ) -> None:
         self.axis = Axis("pp") if axis is None else axis
-        self.launches = LaunchRing() if launches is None else launches
+        self.launches = current() if launches is None else launches
         self.group = group
         self.num_stages = self.size * stages_per_rank
 
@@ -271,7 +272,12 @@ def _open_stage_channels(
     assert pp.group is not None
     num_channels = 2 * pp.num_stages // pp.size
     channels = open_channels(
-        num_channels, *hidden_states, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT, launches=pp.launches
+        num_channels,
+        *hidden_states,
+        device,
+        group=pp.group,
+        timeout=default_rendezvous().timeout,
+        launches=pp.launches,
     )
     if isinstance(channels, P2PChannels):
         return channels
@@ -303,9 +309,11 @@ def forward_through(
         x = tokens
         if index > 0:
             x = hidden_states.empty(tokens.device)
-            dist.recv(x, group=pp.group, group_src=(index - 1) % pp.size)
+            with pp.launches.waiting(f"receive for stage {index}", "pp", x.shape):
+                dist.recv(x, group=pp.group, group_src=(index - 1) % pp.size)
         output = module(x, **options)
         if index < pp.num_stages - 1:
-            dist.send(output.contiguous(), group=pp.group, group_dst=(index + 1) % pp.size)
+            with pp.launches.waiting(f"send of stage {index}", "pp", output.shape):
+                dist.send(output.contiguous(), group=pp.group, group_dst=(index + 1) % pp.size)
             output = None
     return output

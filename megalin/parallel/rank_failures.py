@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -12,11 +13,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megalin.errors import RankFailedError, causes
+from megalin.errors import RankFailedError, RankStalledError, causes
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
+from megalin.parallel.diagnosis import Verdict
 
 _REPORT_SECONDS = 10.0
 """Longest time that a rank whose collective failed waits for the others to report a failure too."""
+_TIMEOUT = re.compile(r"(?i)timed out|timeout|launch failure")
+"""Part of the message of a collective whose ranks waited too long. A CUDA stream that waits too long for a signal of
+another GPU stops with a launch failure."""
+_STALLED, _FAILED = "stalled", "failed"
+"""Kinds of failures that ranks report to each other."""
+_VERDICT_SECONDS = 2.5
+"""Longest time that a rank whose collective failed waits for its watchdog."""
 _POLL_SECONDS = 1.0
 """Interval at which a rank looks for liveness checks of others."""
 
@@ -42,16 +51,27 @@ def default_rendezvous() -> Rendezvous:
     return Rendezvous(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
 
 
+def no_verdict(seconds: float) -> Verdict | None:
+    """The answer without a watchdog."""
+    return None
+
+
 @contextmanager
-def report_failed_ranks(rendezvous: Rendezvous) -> Iterator[None]:
+def report_failed_ranks(
+    rendezvous: Rendezvous, *, find_verdict: Callable[[float], Verdict | None] = no_verdict
+) -> Iterator[None]:
     """Names the ranks that do not fail with this one where a collective of the body fails: they died, stalled or left.
 
     Ranks that wait for another give up after the timeout, all within a short time of each other; in a pipeline, or on
     other axes than the failed one, some still wait. Those that respond (`liveness_responder`) are not named, unless all
     do: a process whose main thread stalled responds too.
 
+    Args:
+        find_verdict: waits so many seconds for the watchdog's verdict on the ranks of this host.
+
     Raises:
-        RankFailedError: in place of the collective's error.
+        RankStalledError: in place of the collective's error, if the collective timed out on any rank.
+        RankFailedError: in place of its error if it failed otherwise, as where a rank died or left.
     """
     try:
         yield
@@ -59,29 +79,36 @@ def report_failed_ranks(rendezvous: Rendezvous) -> Iterator[None]:
         failed = next((cause for cause in causes(error) if _is_collective_error(cause)), None)
         if failed is None:
             raise
-        silent = _describe_silent_ranks(rendezvous)
-        raise RankFailedError(f"rank {rendezvous.rank}: a collective failed, {silent}: {failed}") from error
+        if (verdict := find_verdict(_VERDICT_SECONDS)) is not None:
+            raise verdict.error() from error
+        silent, stalled = _describe_silent_ranks(rendezvous, stalled=_TIMEOUT.search(str(failed)) is not None)
+        kind = RankStalledError if stalled else RankFailedError
+        raise kind(f"rank {rendezvous.rank}: a collective failed, {silent}: {failed}") from error
 
 
 def _is_collective_error(error: BaseException) -> bool:
-    # A CUDA stream that waits too long for a signal of another GPU stops with a launch failure.
     communication = "gloo" in str(error) or "launch failure" in str(error)
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and communication)
 
 
-def _describe_silent_ranks(rendezvous: Rendezvous) -> str:
+def _describe_silent_ranks(rendezvous: Rendezvous, *, stalled: bool) -> tuple[str, bool]:
+    """The ranks without a response, and whether a collective timed out on this rank (`stalled`) or another one: a rank
+    that gave up closes its connections, which its neighbours report as a failure."""
     store, silent = rendezvous.store, [other for other in range(rendezvous.world_size) if other != rendezvous.rank]
     deadline = time.monotonic() + min(_REPORT_SECONDS, rendezvous.timeout.total_seconds())
     try:
-        store.set(f"failed/{rendezvous.rank}", "")
+        store.set(f"failed/{rendezvous.rank}", _STALLED if stalled else _FAILED)
         store.set("liveness_check", "")
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)
-            silent = [other for other in silent if not store.check([f"failed/{other}"])]
+            for other in [other for other in silent if store.check([f"failed/{other}"])]:
+                silent.remove(other)
+                stalled = stalled or store.get(f"failed/{other}") == _STALLED.encode()
         silent = [other for other in silent if not store.check([f"alive/{other}"])] or silent
     except dist.DistError:
-        return "rank 0, which hosts the store of the ranks, has exited"
-    return f"no response from rank {', '.join(map(str, silent))}" if silent else "every rank reports a failure"
+        return "rank 0, which hosts the store of the ranks, has exited", stalled
+    names = f"no response from rank {', '.join(map(str, silent))}" if silent else "every rank reports a failure"
+    return names, stalled
 
 
 @contextmanager

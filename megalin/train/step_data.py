@@ -120,7 +120,7 @@ class StepReader:
         A data error or a SIGTERM is a reason to stop on every rank, of which a data error comes first.
 
         Raises:
-            RankFailedError: on every rank, when ranks launched different overlapped ops. Nothing may wait for the
+            RankStalledError: on every rank, when ranks launched different overlapped ops. Nothing may wait for the
                 device then: such launches can stop it.
         """
         mesh = self._mesh

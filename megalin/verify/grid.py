@@ -110,7 +110,7 @@ def run_grid(
                 rows = verify(case)
             except RankFailedError as error:
                 if not new_ranks:
-                    raise RankFailedError(f"{mesh_name(*layout)}: {error}") from error
+                    raise type(error)(f"{mesh_name(*layout)}: {error}") from error
                 failed = str(error)
         worst = worst_first(rows)[0] if rows else None
         yield MeshResult(layout, refused, failed, len(rows), worst, time.monotonic() - started)

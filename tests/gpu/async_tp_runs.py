@@ -17,7 +17,7 @@ from megalin.parallel.async_tensor_parallel import (
     open_async_tp_buffers,
 )
 from megalin.parallel.collectives import Axis, gather_from_axis, reduce_scatter_to_axis
-from megalin.parallel.launch_order import LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.process_group import compute_device, process_group
 from tests.numerics import Tensors, relative_error
 
@@ -26,7 +26,7 @@ TOKENS, WIDTH = 256, 512
 
 def open_buffers(device: torch.device, timeout: timedelta) -> AsyncTPBuffers:
     assert dist.group.WORLD is not None
-    buffers = open_async_tp_buffers(device, group=dist.group.WORLD, timeout=timeout, launches=LaunchRing())
+    buffers = open_async_tp_buffers(device, group=dist.group.WORLD, timeout=timeout, launches=Heartbeat())
     assert isinstance(buffers, AsyncTPBuffers), buffers
     return buffers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalin.parallel.launch_order import LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.p2p_copies import SLOTS, P2PChannels, open_channels
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.config import load_run_config
@@ -29,7 +29,7 @@ def train_each(config: Path, folder: Path, device: torch.device) -> None:
 def open_pair(device: torch.device, timeout: timedelta) -> P2PChannels:
     group = dist.group.WORLD
     assert group is not None
-    channels = open_channels(1, SHAPE, torch.float32, device, group=group, timeout=timeout, launches=LaunchRing())
+    channels = open_channels(1, SHAPE, torch.float32, device, group=group, timeout=timeout, launches=Heartbeat())
     assert isinstance(channels, P2PChannels), channels
     return channels
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers
-from megalin.parallel.launch_order import LaunchOrder, LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
+from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.symmetric_memory import OpenMemory
 
 NUM_SIGNALS = 64
@@ -62,7 +63,7 @@ def buffers_in_files(folder: Path) -> Callable[..., AsyncTPBuffers]:
     opened = 0
 
     def open_(
-        device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: LaunchRing
+        device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: Heartbeat
     ) -> AsyncTPBuffers:
         assert device.type == "cpu"
         ranks = dist.get_process_group_ranks(group)
@@ -104,7 +105,7 @@ class _WithoutWaits:
 
 
 def buffers_without_waits(
-    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: LaunchRing
+    device: torch.device, *, group: dist.ProcessGroup, timeout: timedelta, launches: Heartbeat
 ) -> AsyncTPBuffers:
     """Stand-in for `open_async_tp_buffers` on CPU ranks: ops launch without waiting, and their results are wrong."""
     assert device.type == "cpu"

@@ -24,7 +24,8 @@ from megalin.parallel.async_tensor_parallel import (
     matmul_reduce_scatter,
     open_async_tp_buffers,
 )
-from megalin.parallel.launch_order import LaunchOrder, LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
+from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.mesh import ParallelConfig, check_device
 from megalin.parallel.symmetric_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
@@ -59,7 +60,7 @@ def layer(x: Tensor, up: Tensor, down: Tensor, buffers: AsyncTPBuffers | None) -
 def open_in_files(folder: Path) -> AsyncTPBuffers:
     """Buffers of all ranks."""
     assert dist.group.WORLD is not None
-    return buffers_in_files(folder)(torch.device("cpu"), group=dist.group.WORLD, timeout=None, launches=LaunchRing())
+    return buffers_in_files(folder)(torch.device("cpu"), group=dist.group.WORLD, timeout=None, launches=Heartbeat())
 
 
 def on_ranks(folder: Path, batch: int, channels: int, compiled: bool, dtype: torch.dtype = torch.float64) -> Arrays:
@@ -123,7 +124,7 @@ def test_hidden_states_of_all_shapes_share_memory(tmp_path):
         (here := tmp_path / str(numel)).mkdir()
         return OpenMemory(SharedMemory(here, 0, 2, numel, dtype), torch.empty(0))
 
-    order = LaunchOrder(LaunchRing(), "tp")
+    order = LaunchOrder(Heartbeat(), "tp")
     buffers = AsyncTPBuffers("alone", 0, 2, open_memory, order, timeout=timedelta(seconds=1))
     for length in (8, 2, 8, 10, 14, 16, 40):
         buffers.op(torch.Size((1, length, 4)), torch.float32)
@@ -205,7 +206,7 @@ def refusal(host: str) -> str:
     assert group is not None
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
         found = open_async_tp_buffers(
-            torch.device("cuda"), group=group, timeout=timedelta(seconds=1), launches=LaunchRing()
+            torch.device("cuda"), group=group, timeout=timedelta(seconds=1), launches=Heartbeat()
         )
     assert isinstance(found, str), found
     return found

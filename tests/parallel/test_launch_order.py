@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalin.errors import RankFailedError
+from megalin.errors import RankStalledError
 from megalin.parallel import mesh as meshes
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
-from megalin.parallel.launch_order import CAPACITY, LaunchOrder, LaunchRing
+from megalin.parallel.heartbeats import CAPACITY, Heartbeat
+from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.tensor_parallel import TensorParallel
 from tests.model_runs import metrics, steps_saved, train_here, write_config
 from tests.parallel.shared_memory import buffers_without_waits
@@ -57,8 +58,8 @@ def launch(buffers: AsyncTPBuffers, ops: Sequence[Op]) -> None:
             matmul_reduce_scatter(torch.zeros(1, length, channels), torch.zeros(WIDTH, channels), buffers)
 
 
-def open_buffers(seconds: float = 60.0, group: dist.ProcessGroup | None = None) -> tuple[AsyncTPBuffers, LaunchRing]:
-    launches = LaunchRing()
+def open_buffers(seconds: float = 60.0, group: dist.ProcessGroup | None = None) -> tuple[AsyncTPBuffers, Heartbeat]:
+    launches = Heartbeat()
     launches.step = 1
     group = group or dist.group.WORLD
     assert group is not None
@@ -73,7 +74,7 @@ def run_step(fault: str | None) -> tuple[str | None, int, float]:
     try:
         launch(buffers, FAULTS[fault] if fault is not None and dist.get_rank() == FAULTY else OPS)
         buffers.order.compare()
-    except RankFailedError as error:
+    except RankStalledError as error:
         message = str(error)
     else:
         message = None
@@ -115,7 +116,7 @@ def wait_alone() -> str | None:
     launch(buffers, OPS)
     message = None
     if dist.get_rank() == 0:
-        with pytest.raises(RankFailedError) as raised:
+        with pytest.raises(RankStalledError) as raised:
             buffers.order.compare()
         message = str(raised.value)
     dist.barrier()
@@ -139,7 +140,7 @@ def compare_later() -> str:
         launch(buffers, OPS[::-1] if step == 2 and dist.get_rank() == FAULTY else OPS)
         if step == 1:
             buffers.order.compare()
-    with pytest.raises(RankFailedError) as raised:
+    with pytest.raises(RankStalledError) as raised:
         buffers.order.compare()
     return str(raised.value)
 
@@ -155,7 +156,7 @@ def overwrite_the_difference() -> str:
     buffers.order.record("other" if dist.get_rank() == FAULTY else "op", (1,))
     for _ in range(CAPACITY):
         buffers.order.record("op", (1,))
-    with pytest.raises(RankFailedError) as raised:
+    with pytest.raises(RankStalledError) as raised:
         buffers.order.compare()
     return str(raised.value)
 
@@ -202,7 +203,7 @@ def test_buffers_of_one_group_are_independent():
 
 
 def test_ring_keeps_the_last_launches_of_all_axes():
-    ring = LaunchRing()
+    ring = Heartbeat()
     assert ring.recent() == []
     order = LaunchOrder(ring, "tp")
     for number in range(CAPACITY):
@@ -211,10 +212,10 @@ def test_ring_keeps_the_last_launches_of_all_axes():
     ring.record("send", "pp", (2, 3))
     found = ring.recent()
     assert len(found) == CAPACITY
-    assert found[0] == (1, "op", "tp", (1,), 0)
+    assert found[0] == (1, "op", "tp", (1,), 0, "start", 1)
     assert found[-2:] == [
-        (CAPACITY - 1, "op", "tp", (CAPACITY - 1,), (CAPACITY - 1) // 10),
-        (0, "send", "pp", (2, 3), ring.step),
+        (CAPACITY - 1, "op", "tp", (CAPACITY - 1,), (CAPACITY - 1) // 10, "start", CAPACITY - 1),
+        (CAPACITY, "send", "pp", (2, 3), ring.step, "start", 0),
     ]
     assert (ring.count("tp"), ring.count("pp")) == (CAPACITY, 1)
     order.compare()  # alone: nothing to compare
@@ -223,7 +224,7 @@ def test_ring_keeps_the_last_launches_of_all_axes():
 
 def train_with_fault(config: Path, folder: Path, engine: str, faulty_step: int) -> str:
     """The error of a rank in a run in which one rank launches one op more in a step."""
-    launches: list[LaunchRing] = []
+    launches: list[Heartbeat] = []
 
     def open_(*arguments: Any, **options: Any) -> AsyncTPBuffers:
         launches.append(options["launches"])
@@ -239,7 +240,7 @@ def train_with_fault(config: Path, folder: Path, engine: str, faulty_step: int) 
     with (
         patch.object(meshes, "open_async_tp_buffers", open_),
         patch.object(TensorParallel, "all_gather_linear", all_gather_linear),
-        pytest.raises(RankFailedError) as raised,
+        pytest.raises(RankStalledError) as raised,
     ):
         train_here(config, folder, "parallel.tp=2", "parallel.sequence_parallel=true", f"train.engine={engine}")
     return str(raised.value)

@@ -18,7 +18,7 @@ from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.model.pipeline_partition import interleaved_order
 from megalin.parallel import pipeline_parallel
-from megalin.parallel.launch_order import LaunchRing
+from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.p2p_copies import SLOTS, P2PChannels, open_channels
 from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
 from tests.parallel.shared_memory import SharedMemory
@@ -33,7 +33,7 @@ def both_ranks(folder: Path, *, num_channels: int = 1) -> list[P2PChannels]:
     numel = num_channels * SLOTS * torch.Size(SHAPE).numel()
     memories = [SharedMemory(folder, rank, 2, numel, torch.float32) for rank in range(2)]
     return [
-        P2PChannels(memory, rank, SHAPE, torch.float32, LaunchRing(), timeout=SECOND)
+        P2PChannels(memory, rank, SHAPE, torch.float32, Heartbeat(), timeout=SECOND)
         for rank, memory in enumerate(memories)
     ]
 
@@ -85,12 +85,12 @@ def test_nothing_is_received_before_it_was_sent(tmp_path):
 
 
 def test_transfers_are_recorded(tmp_path):
-    launches = LaunchRing()
+    launches = Heartbeat()
     memory = SharedMemory(tmp_path, 0, 1, 2 * SLOTS * 6, torch.float32)
     channels = P2PChannels(memory, 0, SHAPE, torch.float32, launches, timeout=SECOND)
     channels.sender(0, 1).send(sent(1.0))
     assert received(channels.receiver(0, 1)) == 1.0
-    assert launches.recent() == [
+    assert [launch[:5] for launch in launches.recent()] == [
         (0, "send to rank 0, channel 1", "pp", SHAPE, 0),
         (1, "receive from rank 0, channel 1", "pp", SHAPE, 0),
     ]
@@ -107,7 +107,7 @@ def train_with_channels(config: Path, folder: Path, *overrides: str) -> int:
         device: Any,
         *,
         group: Any,
-        launches: LaunchRing,
+        launches: Heartbeat,
         **_: Any,
     ) -> Any:
         nonlocal number
@@ -177,7 +177,7 @@ def open_on_hosts(host: str) -> P2PChannels | str:
     """A rank's channels, or its reason for having none, on CPU ranks whose hosts have these names."""
     with patch.object(socket, "gethostname", lambda: host.format(rank=dist.get_rank())):
         return open_channels(
-            2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND, launches=LaunchRing()
+            2, SHAPE, torch.float32, torch.device("cuda"), group=dist.group.WORLD, timeout=SECOND, launches=Heartbeat()
         )
 
 

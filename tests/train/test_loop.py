@@ -254,7 +254,7 @@ def test_the_rank_that_stalls_is_named_among_the_incidents(config, tmp_path):
         run_ranks(2, _stop_rank_one, config, tmp_path, collective_timeout=2.0)
     last = json.loads((tmp_path / "incidents.jsonl").read_text().splitlines()[-1])
     assert last["kind"] == "error"
-    assert last["message"].startswith("RankFailedError: rank 0: a collective failed, no response from rank 1: ")
+    assert last["message"].startswith("RankStalledError: rank 0: a collective failed, no response from rank 1: ")
 
 
 def _other_config_on_rank_one(config: Path, folder: Path, overrides: list[str]) -> str:

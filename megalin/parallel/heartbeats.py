@@ -1,0 +1,338 @@
+"""Heartbeats of a host's ranks: each rank's phase, step and last launched ops, in one file that all of them map.
+
+The file holds a header, and for each rank a slot of 64 bytes, a note of the error with which it leaves, and a ring of
+the last ops that it launched, which other processes read while the rank runs, hangs, or after it died. A rank writes
+its own, without a lock: a reader may see a slot or an op half written, and decides nothing from one reading.
+
+A process is one rank and has one heartbeat, as it has one default process group: `current()`. It lies in the process's
+own memory until it moves to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, get_args
+
+from megalin.errors import StorageError
+
+CAPACITY = 4096
+"""Launches that a rank's ring keeps. A micro-batch of 30 layers with four overlapped matmuls each makes 240."""
+VARIABLE: Final = "MEGALIN_HEARTBEATS"
+"""Environment variable with the path of the file that a launcher created for its ranks."""
+
+Phase = Literal["none", "start", "first step", "step", "capture", "evaluation", "tasks", "save", "end"]
+"""Work of a rank. none: the rank has not opened the file."""
+State = Literal["absent", "computing", "waiting", "reading", "done", "failed"]
+"""absent: the rank has not opened the file. waiting: in a collective, for other ranks. reading: waits for its samples.
+done, failed: the rank left its run, without or with an error."""
+
+_PHASES: tuple[Phase, ...] = get_args(Phase)
+_STATES: tuple[State, ...] = get_args(State)
+_WAITING, _COMPUTING = _STATES.index("waiting"), _STATES.index("computing")
+_MAGIC = b"MEGALIN1"
+_HEADER = struct.Struct("<8sII")
+_SLOT = struct.Struct("<qqqqdBBBxi")  # start of the process, pid, step, sequence, seconds, phase, state, verdict, rank
+_SLOT_CHANGES, _CHANGES_PLACE = struct.Struct("<qqdBB"), 16
+_OP = struct.Struct("<QQQB35s12s7q")  # sequence, number on the axis, step; then phase + dimensions, op, axis, shape
+_OP_HEAD, _OP_TAIL = struct.Struct("<QQQ"), struct.Struct("<B35s12s7q")
+_VERDICT, _VERDICT_PLACE = struct.Struct("<Bxi"), 42
+_SLOT_BYTES, _NOTE_BYTES, _OP_BYTES, _MOST_DIMS = 64, 1024, 128, 7
+_RING_BYTES = CAPACITY * _OP_BYTES
+
+
+class RankSlot(NamedTuple):
+    """The state of a rank when it last wrote its slot."""
+
+    rank: int
+    pid: int
+    """Process id on the host of the file; 0 before the rank has opened it."""
+    phase: Phase
+    step: int
+    """The step that the rank is in, counted from 1; 0 before the first one."""
+    sequence: int
+    """Ops that the rank has launched."""
+    seconds: float
+    """Time of the last change, as `time.monotonic()` on that host."""
+    state: State
+    started: int
+    """Start of the process, in clock ticks since the host's start, as in /proc; another process with this pid has
+    another one."""
+    verdict: int = 0
+    """Exit code with which this rank ends the run because of another rank or itself; 0 while it goes on."""
+    accused: int = 0
+    """The rank that caused it."""
+
+
+class LaunchedOp(NamedTuple):
+    """A launch of a collective, an overlapped op or a compiled block on a rank's host."""
+
+    sequence: int
+    """Launches of the rank before it."""
+    op: str
+    """At most 35 bytes."""
+    axis: str
+    """At most 12 bytes."""
+    shape: tuple[int, ...]
+    """The first seven dimensions."""
+    step: int
+    """The step of the run; 0 before the first one."""
+    phase: Phase
+    number: int
+    """Launches of the rank before it on the same axis."""
+
+
+class Heartbeat:
+    """Writer of a rank's slot and ring, which start in the phase "start", without launches.
+
+    Attributes:
+        wait_seconds: time in collectives and in reading of samples so far.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: bytearray | mmap.mmap = bytearray(_SLOT_BYTES + _NOTE_BYTES + _RING_BYTES)
+        self._slot, self._note, self._ring = 0, _SLOT_BYTES, _SLOT_BYTES + _NOTE_BYTES
+        self._changes = _CHANGES_PLACE
+        self._phase, self._state, self._step = _PHASES.index("start"), _COMPUTING, 0
+        self._sequence = 0
+        self._numbers: Counter[str] = Counter()
+        self._tails: dict[tuple[object, ...], bytes] = {}
+        self._waiting_since = 0.0
+        self.wait_seconds = 0.0
+        self._write()
+
+    def move_to(self, file: HeartbeatFile, rank: int) -> None:
+        """Writes into the file from now on, as this rank; the ring moves there."""
+        buffer, slot, note, ring = file.mapped, *file.places(rank)
+        used = min(self._sequence, CAPACITY) * _OP_BYTES
+        buffer[ring : ring + used] = self._buffer[self._ring : self._ring + used]
+        self._buffer, self._slot, self._note, self._ring = buffer, slot, note, ring
+        self._changes = slot + _CHANGES_PLACE
+        self._phase, self._state = _PHASES.index("start"), _COMPUTING
+        _SLOT.pack_into(buffer, slot, start_ticks(os.getpid()), os.getpid(), 0, 0, 0.0, 0, 0, 0, 0)
+        self._write()
+
+    @property
+    def step(self) -> int:
+        """The step of the run; 0 before the first one."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._write()
+
+    @property
+    def phase(self) -> Phase:
+        """Work of this rank."""
+        return _PHASES[self._phase]
+
+    def enter(self, phase: Phase) -> None:
+        """Sets the phase."""
+        self._phase = _PHASES.index(phase)
+        self._write()
+
+    @contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        """Sets the phase for the body; the one before it returns only where the body does not raise."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)
+
+    def beat(self) -> None:
+        """Records progress that is no launch."""
+        self._write()
+
+    def end(self, error: str | None = None) -> None:
+        """Records that this rank leaves its run: done, or failed with an error in its phase."""
+        self._state = _STATES.index("done" if error is None else "failed")
+        if error is None:
+            self._phase = _PHASES.index("end")
+        else:
+            text = error.encode()[:_NOTE_BYTES]
+            self._buffer[self._note : self._note + len(text)] = text
+        self._write()
+
+    def accuse(self, verdict: int, rank: int) -> None:
+        """Records that this rank ends the run with an exit code because of a rank, for the others to do the same."""
+        _VERDICT.pack_into(self._buffer, self._slot + _VERDICT_PLACE, verdict, rank)
+
+    def record(self, op: str, axis: str, shape: Sequence[int]) -> None:
+        """Adds a launch to the ring, in place of the oldest one."""
+        key = op, axis, self._phase, *shape
+        if (tail := self._tails.get(key)) is None:
+            tail = self._tails[key] = _pack_tail(op, axis, self._phase, shape)
+        number = self._numbers[axis]
+        self._numbers[axis] = number + 1
+        place = self._ring + self._sequence % CAPACITY * _OP_BYTES
+        self._buffer[place : place + _OP_BYTES] = _OP_HEAD.pack(self._sequence, number, self._step) + tail
+        self._sequence += 1
+        self._write()
+
+    def start_wait(self, op: str, axis: str, shape: Sequence[int]) -> None:
+        """Adds a launch in which this rank waits for others until `end_wait`."""
+        self._state = _WAITING
+        self.record(op, axis, shape)
+        self._waiting_since = self._seconds
+
+    def end_wait(self) -> None:
+        """Records that the wait is over."""
+        self._state = _COMPUTING
+        self._write()
+        self.wait_seconds += self._seconds - self._waiting_since
+
+    @contextmanager
+    def waiting(self, op: str, axis: str, shape: Sequence[int] = ()) -> Iterator[None]:
+        """Records a collective of the body. A rank whose collective fails stays in it."""
+        self.start_wait(op, axis, shape)
+        yield
+        self.end_wait()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Records that this rank waits for its samples in the body."""
+        self._state = _STATES.index("reading")
+        self._write()
+        self._waiting_since = self._seconds
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+    def count(self, axis: str) -> int:
+        """Number of launches on an axis so far."""
+        return self._numbers[axis]
+
+    def recent(self) -> list[LaunchedOp]:
+        """The launches in the ring, the oldest first."""
+        return _read_ring(self._buffer, self._ring)
+
+    def _write(self) -> None:
+        self._seconds = seconds = time.monotonic()
+        _SLOT_CHANGES.pack_into(
+            self._buffer, self._changes, self._step, self._sequence, seconds, self._phase, self._state
+        )
+
+
+class HeartbeatFile:
+    """The mapped file of all ranks. Use `create` once, then `HeartbeatFile.open` in every process."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap, world_size: int) -> None:
+        self.path, self.world_size, self.mapped = path, world_size, mapped
+
+    @classmethod
+    def open(cls, path: str | Path) -> HeartbeatFile:
+        """Maps the file.
+
+        Raises:
+            StorageError: it cannot be opened, or is not a file of heartbeats.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise StorageError(f"cannot open the heartbeats {path}: {error}; start the run again") from None
+        try:
+            about = os.fstat(descriptor)
+            head = os.pread(descriptor, _HEADER.size, 0) if stat.S_ISREG(about.st_mode) else b""
+            magic, world_size, capacity = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0)
+            if magic != _MAGIC or capacity != CAPACITY or about.st_size != _file_bytes(world_size):
+                raise StorageError(f"{path} is not a heartbeat file of this version; remove it and start the run again")
+            return cls(Path(path), mmap.mmap(descriptor, about.st_size), world_size)
+        finally:
+            os.close(descriptor)
+
+    def slots(self) -> list[RankSlot]:
+        """The slots of all ranks."""
+        found = []
+        for rank in range(self.world_size):
+            started, pid, step, sequence, seconds, phase, state, *verdict = _SLOT.unpack_from(
+                self.mapped, self.places(rank)[0]
+            )
+            phase_name: Phase = _PHASES[phase] if phase < len(_PHASES) else "none"
+            state_name: State = _STATES[state] if state < len(_STATES) else "absent"
+            found.append(RankSlot(rank, pid, phase_name, step, sequence, seconds, state_name, started, *verdict))
+        return found
+
+    def ring(self, rank: int) -> list[LaunchedOp]:
+        """The last launches of a rank, the oldest first."""
+        return _read_ring(self.mapped, self.places(rank)[2])
+
+    def note(self, rank: int) -> str:
+        """The error with which a rank left; empty where it did not."""
+        place = self.places(rank)[1]
+        return self.mapped[place : place + _NOTE_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def places(self, rank: int) -> tuple[int, int, int]:
+        """Places of a rank's slot, note and ring in the mapped memory."""
+        assert 0 <= rank < self.world_size, (rank, self.world_size)
+        notes = _SLOT_BYTES * (1 + self.world_size)
+        rings = _file_bytes(self.world_size) - self.world_size * _RING_BYTES
+        return _SLOT_BYTES * (1 + rank), notes + _NOTE_BYTES * rank, rings + _RING_BYTES * rank
+
+
+def create(path: str | Path, world_size: int) -> None:
+    """Creates the file of `world_size` ranks, in place of an older one, which stays as it is for processes that have
+    mapped it.
+
+    Raises:
+        StorageError: it cannot be created.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, _file_bytes(world_size))
+            os.pwrite(descriptor, _HEADER.pack(_MAGIC, world_size, CAPACITY), 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"cannot create the heartbeats {path}: {error}; free space or fix the permissions") from None
+
+
+def start_ticks(pid: int) -> int:
+    """Start of a process in clock ticks since the host's start; 0 where it does not exist or the host has no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def current() -> Heartbeat:
+    """The heartbeat of this process."""
+    return _current
+
+
+def _read_ring(buffer: bytearray | mmap.mmap, place: int) -> list[LaunchedOp]:
+    found = []
+    for index in range(CAPACITY):
+        sequence, number, step, about, op, axis, *shape = _OP.unpack_from(buffer, place + index * _OP_BYTES)
+        phase, dims = about >> 3, about & _MOST_DIMS
+        if op.strip(b"\0") and phase < len(_PHASES) and sequence % CAPACITY == index:
+            name, axis_name = (each.rstrip(b"\0").decode(errors="replace") for each in (op, axis))
+            found.append(LaunchedOp(sequence, name, axis_name, tuple(shape[:dims]), step, _PHASES[phase], number))
+    return sorted(found)
+
+
+def _pack_tail(op: str, axis: str, phase: int, shape: Sequence[int]) -> bytes:
+    sizes = [int(size) for size in shape[:_MOST_DIMS]]
+    about = phase << 3 | len(sizes)
+    return _OP_TAIL.pack(about, op.encode()[:35], axis.encode()[:12], *sizes, *[0] * (_MOST_DIMS - len(sizes)))
+
+
+def _file_bytes(world_size: int) -> int:
+    head = _SLOT_BYTES * (1 + world_size) + _NOTE_BYTES * world_size
+    return head + -head % mmap.PAGESIZE + world_size * _RING_BYTES
+
+
+_current = Heartbeat()
