@@ -102,7 +102,9 @@ def _hostile_configs(lab: Lab) -> None:
     for name, content in foreign.items():
         neox = lab.folder / f"{name.split()[0]}.yml"
         neox.write_text(content)
-        _expect_one_line(lab, f"YAML {name}", lab.run("data", "import-config", neox, seconds=10))
+        outcome = lab.run("data", "import-config", neox, lab.folder / "out.toml", seconds=10)
+        _expect_one_line(lab, f"YAML {name}", outcome)
+        lab.check(f"YAML {name}: the file is named", str(neox) in outcome.text, outcome.last_line[:80])
     lab.check("no code runs", not Path("ran").exists())
 
 
