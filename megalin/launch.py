@@ -55,7 +55,7 @@ _LAUNCHERS = (
     _Variables("MPICH's mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
     _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ()),
 )
-_REMEDY = "start the ranks with torchrun, deepspeed, srun or mpirun"
+_REMEDY = "start the ranks with megalin launch, torchrun, deepspeed, srun or mpirun"
 _FIRST_PORT, _PORTS = 20000, 10000
 """Below the ephemeral ports of Linux."""
 

@@ -105,7 +105,7 @@ def test_steps_of_a_job_meet_at_different_ports_and_ranks_of_a_step_at_one():
         (TORCHRUN | {"RANK": "-1"}, "variable RANK = '-1' is not a number"),
         (TORCHRUN | {"RANK": ""}, "variable RANK = '' is not a number"),
         ({"LOCAL_RANK": "x"}, "variable LOCAL_RANK = 'x' is not a number"),
-        (TORCHRUN | {"RANK": "4"}, "RANK = 4 is not below WORLD_SIZE = 4; start the ranks with torchrun"),
+        (TORCHRUN | {"RANK": "4"}, "RANK = 4 is not below WORLD_SIZE = 4; start the ranks with megalin launch"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK = 4 is above RANK = 3"),
         ({"RANK": "0", "LOCAL_RANK": "0"}, "torchrun started this process, but WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE = 8, but RANK is not set; start the ranks"),

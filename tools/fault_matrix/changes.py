@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """Calls of `os` that change a file system or make a change durable."""
@@ -200,3 +204,23 @@ def refuse_engines() -> None:
         raise RuntimeError("the engine was built")
 
     loop._make_engine = built  # type: ignore[assignment]
+
+
+def fail_on_rank(rank: int, step: int, kind: str) -> None:
+    """This rank fails right before it takes step `step`: it is killed, leaves with 0, raises, or has no memory left."""
+
+    def fail(_: Any) -> None:
+        if int(os.environ.get("RANK", "0")) != rank:
+            return
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "leaves":
+            os._exit(0)
+        if kind == "raises":
+            raise KeyError("planted")
+        assert kind == "memory", kind
+        limit = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0]) + (64 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        torch.ones(1 << 30)
+
+    at_step(step, fail)

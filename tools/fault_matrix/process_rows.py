@@ -19,7 +19,8 @@ def _same_end(lab: Lab, run: Path, expected: Path) -> None:
     lab.check("same final weights", weights(run) == weights(expected), "weights differ")
 
 
-def _reached(run: Path, step: int) -> bool:
+def reached(run: Path, step: int) -> bool:
+    """Whether a run has finished a step."""
     path = run / "ledger.jsonl"
     return path.exists() and len(path.read_text().splitlines()) >= step
 
@@ -57,7 +58,7 @@ def _pipe(lab: Lab) -> None:
 
 
 def _terminate(running: Running, run: Path, step: int) -> None:
-    running.wait_until(lambda: _reached(run, step), seconds=60)
+    running.wait_until(lambda: reached(run, step), seconds=60)
     running.kill(signal.SIGTERM)
 
 
