@@ -21,6 +21,7 @@ from megalin.train.config import RunConfig, check_launch
 from megalin.train.hardware import device_memory_bytes
 from megalin.train.loop import TrainResult, train
 from megalin.train.update_hooks import UpdateHook
+from megalin.train.watched import collective_timeout
 
 
 class Trainer:
@@ -77,7 +78,7 @@ class Trainer:
         if memory_check:
             _check_memory(self.config, world_size, device, hooks)
         tasks = LoopTaskRunner() if self.config.evaluation.tasks else None
-        with process_group(device):
+        with process_group(device, timeout=collective_timeout(self.config)):
             return train(self.config, device, self.folder, hooks=hooks, tasks=tasks)
 
 

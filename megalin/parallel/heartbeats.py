@@ -1,8 +1,8 @@
 """Heartbeats of a host's ranks: each rank's phase, step and last launched ops, in one file that all of them map.
 
-The file holds a header, a slot of 64 bytes a rank, and a ring of the last ops that a rank launched, which other
-processes read while the rank runs, hangs, or after it died. A rank writes its own slot and ring, without a lock: a
-reader may see a slot or an op half written, and decides nothing from one reading.
+The file holds a header, and for each rank a slot of 64 bytes, a note of the error with which it leaves, and a ring of
+the last ops that it launched, which other processes read while the rank runs, hangs, or after it died. A rank writes
+its own, without a lock: a reader may see a slot or an op half written, and decides nothing from one reading.
 
 A process is one rank and has one heartbeat, as it has one default process group: `current()`. It lies in the process's
 own memory until it moves to a file.
@@ -40,11 +40,12 @@ _STATES: tuple[State, ...] = get_args(State)
 _WAITING, _COMPUTING = _STATES.index("waiting"), _STATES.index("computing")
 _MAGIC = b"MEGALIN1"
 _HEADER = struct.Struct("<8sII")
-_SLOT = struct.Struct("<qqqqdBB")  # start of the process, pid, step, sequence, seconds, phase, state
+_SLOT = struct.Struct("<qqqqdBBBxi")  # start of the process, pid, step, sequence, seconds, phase, state, verdict, rank
 _SLOT_CHANGES, _CHANGES_PLACE = struct.Struct("<qqdBB"), 16
 _OP = struct.Struct("<QQQB35s12s7q")  # sequence, number on the axis, step; then phase + dimensions, op, axis, shape
 _OP_HEAD, _OP_TAIL = struct.Struct("<QQQ"), struct.Struct("<B35s12s7q")
-_SLOT_BYTES, _OP_BYTES, _MOST_DIMS = 64, 128, 7
+_VERDICT, _VERDICT_PLACE = struct.Struct("<Bxi"), 42
+_SLOT_BYTES, _NOTE_BYTES, _OP_BYTES, _MOST_DIMS = 64, 1024, 128, 7
 _RING_BYTES = CAPACITY * _OP_BYTES
 
 
@@ -65,6 +66,10 @@ class RankSlot(NamedTuple):
     started: int
     """Start of the process, in clock ticks since the host's start, as in /proc; another process with this pid has
     another one."""
+    verdict: int = 0
+    """Exit code with which this rank ends the run because of another rank or itself; 0 while it goes on."""
+    accused: int = 0
+    """The rank that caused it."""
 
 
 class LaunchedOp(NamedTuple):
@@ -93,8 +98,9 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
-        self._buffer: bytearray | mmap.mmap = bytearray(_SLOT_BYTES + _RING_BYTES)
-        self._changes, self._ring = _CHANGES_PLACE, _SLOT_BYTES
+        self._buffer: bytearray | mmap.mmap = bytearray(_SLOT_BYTES + _NOTE_BYTES + _RING_BYTES)
+        self._slot, self._note, self._ring = 0, _SLOT_BYTES, _SLOT_BYTES + _NOTE_BYTES
+        self._changes = _CHANGES_PLACE
         self._phase, self._state, self._step = _PHASES.index("start"), _COMPUTING, 0
         self._sequence = 0
         self._numbers: Counter[str] = Counter()
@@ -105,12 +111,13 @@ class Heartbeat:
 
     def move_to(self, file: HeartbeatFile, rank: int) -> None:
         """Writes into the file from now on, as this rank; the ring moves there."""
-        buffer, slot, ring = file.mapped, _slot_place(rank), file.ring_place(rank)
+        buffer, slot, note, ring = file.mapped, *file.places(rank)
         used = min(self._sequence, CAPACITY) * _OP_BYTES
         buffer[ring : ring + used] = self._buffer[self._ring : self._ring + used]
-        self._buffer, self._changes, self._ring = buffer, slot + _CHANGES_PLACE, ring
+        self._buffer, self._slot, self._note, self._ring = buffer, slot, note, ring
+        self._changes = slot + _CHANGES_PLACE
         self._phase, self._state = _PHASES.index("start"), _COMPUTING
-        _SLOT.pack_into(buffer, slot, start_ticks(os.getpid()), os.getpid(), 0, 0, 0.0, 0, 0)
+        _SLOT.pack_into(buffer, slot, start_ticks(os.getpid()), os.getpid(), 0, 0, 0.0, 0, 0, 0, 0)
         self._write()
 
     @property
@@ -145,12 +152,19 @@ class Heartbeat:
         """Records progress that is no launch."""
         self._write()
 
-    def end(self, state: Literal["done", "failed"]) -> None:
-        """Records that this rank leaves its run, in the phase of which it leaves if that failed."""
-        self._state = _STATES.index(state)
-        if state == "done":
+    def end(self, error: str | None = None) -> None:
+        """Records that this rank leaves its run: done, or failed with an error in its phase."""
+        self._state = _STATES.index("done" if error is None else "failed")
+        if error is None:
             self._phase = _PHASES.index("end")
+        else:
+            text = error.encode()[:_NOTE_BYTES]
+            self._buffer[self._note : self._note + len(text)] = text
         self._write()
+
+    def accuse(self, verdict: int, rank: int) -> None:
+        """Records that this rank ends the run with an exit code because of a rank, for the others to do the same."""
+        _VERDICT.pack_into(self._buffer, self._slot + _VERDICT_PLACE, verdict, rank)
 
     def record(self, op: str, axis: str, shape: Sequence[int]) -> None:
         """Adds a launch to the ring, in place of the oldest one."""
@@ -240,20 +254,29 @@ class HeartbeatFile:
         """The slots of all ranks."""
         found = []
         for rank in range(self.world_size):
-            started, pid, step, sequence, seconds, phase, state = _SLOT.unpack_from(self.mapped, _slot_place(rank))
+            started, pid, step, sequence, seconds, phase, state, *verdict = _SLOT.unpack_from(
+                self.mapped, self.places(rank)[0]
+            )
             phase_name: Phase = _PHASES[phase] if phase < len(_PHASES) else "none"
             state_name: State = _STATES[state] if state < len(_STATES) else "absent"
-            found.append(RankSlot(rank, pid, phase_name, step, sequence, seconds, state_name, started))
+            found.append(RankSlot(rank, pid, phase_name, step, sequence, seconds, state_name, started, *verdict))
         return found
 
     def ring(self, rank: int) -> list[LaunchedOp]:
         """The last launches of a rank, the oldest first."""
-        return _read_ring(self.mapped, self.ring_place(rank))
+        return _read_ring(self.mapped, self.places(rank)[2])
 
-    def ring_place(self, rank: int) -> int:
-        """Place of a rank's ring in the mapped memory."""
+    def note(self, rank: int) -> str:
+        """The error with which a rank left; empty where it did not."""
+        place = self.places(rank)[1]
+        return self.mapped[place : place + _NOTE_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def places(self, rank: int) -> tuple[int, int, int]:
+        """Places of a rank's slot, note and ring in the mapped memory."""
         assert 0 <= rank < self.world_size, (rank, self.world_size)
-        return _rings_place(self.world_size) + rank * _RING_BYTES
+        notes = _SLOT_BYTES * (1 + self.world_size)
+        rings = _file_bytes(self.world_size) - self.world_size * _RING_BYTES
+        return _SLOT_BYTES * (1 + rank), notes + _NOTE_BYTES * rank, rings + _RING_BYTES * rank
 
 
 def create(path: str | Path, world_size: int) -> None:
@@ -307,16 +330,9 @@ def _pack_tail(op: str, axis: str, phase: int, shape: Sequence[int]) -> bytes:
     return _OP_TAIL.pack(about, op.encode()[:35], axis.encode()[:12], *sizes, *[0] * (_MOST_DIMS - len(sizes)))
 
 
-def _slot_place(rank: int) -> int:
-    return _SLOT_BYTES * (1 + rank)
-
-
-def _rings_place(world_size: int) -> int:
-    return _slot_place(world_size) + -_slot_place(world_size) % mmap.PAGESIZE
-
-
 def _file_bytes(world_size: int) -> int:
-    return _rings_place(world_size) + world_size * _RING_BYTES
+    head = _SLOT_BYTES * (1 + world_size) + _NOTE_BYTES * world_size
+    return head + -head % mmap.PAGESIZE + world_size * _RING_BYTES
 
 
 _current = Heartbeat()

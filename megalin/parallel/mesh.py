@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalin.config import Config
 from megalin.errors import ConfigError
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, TPOverlapName, open_async_tp_buffers
-from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.collectives import Axis, all_reduce
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
 from megalin.parallel.heartbeats import Heartbeat, current
 from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.pipeline_parallel import PipelineParallel, PPTransferName, ScheduleName
 from megalin.parallel.process_group import open_group
+from megalin.parallel.rank_failures import default_rendezvous
 from megalin.parallel.tensor_parallel import TensorParallel
 
 
@@ -303,7 +304,7 @@ def _async_tp_buffers(
     """The buffers of async tensor parallelism in the tensor-parallel group; None where it is not used."""
     if not config.may_use_async_tp:
         return None
-    buffers = open_async_tp_buffers(device, group=group, timeout=COLLECTIVE_TIMEOUT, launches=launches)
+    buffers = open_async_tp_buffers(device, group=group, timeout=default_rendezvous().timeout, launches=launches)
     if isinstance(buffers, AsyncTPBuffers):
         return buffers
     if config.tp_overlap == "symmetric_memory":

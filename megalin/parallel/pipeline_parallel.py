@@ -18,10 +18,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from megalin.errors import ConfigError
-from megalin.parallel.collectives import COLLECTIVE_TIMEOUT, Axis, all_reduce
+from megalin.parallel.collectives import Axis, all_reduce
 from megalin.parallel.heartbeats import Heartbeat, current
 from megalin.parallel.p2p_copies import P2PChannels, open_channels
 from megalin.parallel.process_group import open_groups
+from megalin.parallel.rank_failures import default_rendezvous
 from megalin.parallel.tensor_parallel import local
 
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
@@ -271,7 +272,12 @@ def _open_stage_channels(
     assert pp.group is not None
     num_channels = 2 * pp.num_stages // pp.size
     channels = open_channels(
-        num_channels, *hidden_states, device, group=pp.group, timeout=COLLECTIVE_TIMEOUT, launches=pp.launches
+        num_channels,
+        *hidden_states,
+        device,
+        group=pp.group,
+        timeout=default_rendezvous().timeout,
+        launches=pp.launches,
     )
     if isinstance(channels, P2PChannels):
         return channels

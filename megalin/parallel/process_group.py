@@ -60,7 +60,7 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with _loopback_interface():
-        rendezvous = _rendezvous(launched(), timeout)
+        rendezvous = _rendezvous(launched(), min(timeout, COLLECTIVE_TIMEOUT))._replace(timeout=timeout)
         try:
             with report_failed_ranks(rendezvous):
                 init_default_group(rendezvous, backend)

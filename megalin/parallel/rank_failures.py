@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megalin.errors import RankFailedError, RankStalledError, causes
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
+from megalin.parallel.diagnosis import Verdict
 
 _REPORT_SECONDS = 10.0
 """Longest time that a rank whose collective failed waits for the others to report a failure too."""
@@ -23,6 +24,8 @@ _TIMEOUT = re.compile(r"(?i)timed out|timeout|launch failure")
 another GPU stops with a launch failure."""
 _STALLED, _FAILED = "stalled", "failed"
 """Kinds of failures that ranks report to each other."""
+_VERDICT_SECONDS = 2.5
+"""Longest time that a rank whose collective failed waits for its watchdog."""
 _POLL_SECONDS = 1.0
 """Interval at which a rank looks for liveness checks of others."""
 
@@ -48,13 +51,23 @@ def default_rendezvous() -> Rendezvous:
     return Rendezvous(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
 
 
+def no_verdict(seconds: float) -> Verdict | None:
+    """The answer without a watchdog."""
+    return None
+
+
 @contextmanager
-def report_failed_ranks(rendezvous: Rendezvous) -> Iterator[None]:
+def report_failed_ranks(
+    rendezvous: Rendezvous, *, find_verdict: Callable[[float], Verdict | None] = no_verdict
+) -> Iterator[None]:
     """Names the ranks that do not fail with this one where a collective of the body fails: they died, stalled or left.
 
     Ranks that wait for another give up after the timeout, all within a short time of each other; in a pipeline, or on
     other axes than the failed one, some still wait. Those that respond (`liveness_responder`) are not named, unless all
     do: a process whose main thread stalled responds too.
+
+    Args:
+        find_verdict: waits so many seconds for the watchdog's verdict on the ranks of this host.
 
     Raises:
         RankStalledError: in place of the collective's error, if the collective timed out on any rank.
@@ -66,6 +79,8 @@ def report_failed_ranks(rendezvous: Rendezvous) -> Iterator[None]:
         failed = next((cause for cause in causes(error) if _is_collective_error(cause)), None)
         if failed is None:
             raise
+        if (verdict := find_verdict(_VERDICT_SECONDS)) is not None:
+            raise verdict.error() from error
         silent, stalled = _describe_silent_ranks(rendezvous, stalled=_TIMEOUT.search(str(failed)) is not None)
         kind = RankStalledError if stalled else RankFailedError
         raise kind(f"rank {rendezvous.rank}: a collective failed, {silent}: {failed}") from error

@@ -23,6 +23,7 @@ from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
 from megalin.train.config_file import read_config, resolve
 from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
+from megalin.train.evaluation_config import EvaluationConfig
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -74,31 +75,14 @@ class TrainConfig(Config):
     more labels ends the run before its step. Not for encoders, whose head computes the masked tokens only."""
     log_every_steps: int = pydantic.Field(default=10, ge=1)
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
+    hang_timeout_seconds: float = pydantic.Field(default=300.0, ge=1.0)
+    """Longest time that a rank may make no progress in a step, or be stopped: then it is named and all ranks leave with
+    exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process
+    only the wait for its samples ends."""
+    phase_timeout_seconds: float = pydantic.Field(default=1800.0, ge=1.0)
+    """The same limit for a start, a first step, the capture of a CUDA graph, an evaluation and a checkpoint."""
     stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
     """Saves and stops after this step, to resume later; the schedule still counts on `steps`."""
-
-
-class EvaluationConfig(Config):
-    """Choice tasks and generated tasks during training; the held-out loss has its keys in [train]."""
-
-    tasks: list[str] = pydantic.Field(default=[])
-    """Choice tasks and SUITE:TASK as `megalin eval --tasks` takes them, for example ["lambada", "recall:mqar"], and the
-    suites recall, state-tracking and positions; empty: none."""
-    every_steps: int | None = pydantic.Field(default=None, ge=1)
-    """Steps between evaluations of the tasks; left out: only after the last step."""
-    limit: int | None = pydantic.Field(default=None, ge=1)
-    """Questions or examples of each task, the first ones; left out: all."""
-    data: str = pydantic.Field(default="evaluation-data", min_length=1)
-    """Folder of the tasks, which `megalin data get-evaluation-data` makes."""
-
-    def problems(self) -> list[str]:
-        """Keys without an effect."""
-        values = {"every_steps": self.every_steps, "limit": self.limit}
-        return [
-            f"evaluation.{name} = {value} has no effect without evaluation.tasks; add tasks or leave it out"
-            for name, value in values.items()
-            if value is not None and not self.tasks
-        ]
 
 
 class RunConfig(Config):

@@ -12,6 +12,7 @@ from megalin.data.batch import AnyBatch, map_fields
 from megalin.errors import ConfigError
 from megalin.model.build import Model
 from megalin.parallel.data_parallel import ordered_cuda_streams
+from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
 from megalin.train.step import accumulate_gradients
 
@@ -83,6 +84,7 @@ class GradientGraph:
 
     def _record(self, batches: Sequence[AnyBatch]) -> torch.cuda.CUDAGraph:
         """Captures without running; stores the graph's own batches, gradients and result."""
+        current().enter("capture")
         self._batches = [map_fields(Tensor.clone, batch) for batch in batches]
         graph = torch.cuda.CUDAGraph()
         # Meanwhile other threads pin batches and watch NCCL.
@@ -90,6 +92,7 @@ class GradientGraph:
         with recording, ordered_cuda_streams(self._model):
             self._result = accumulate_gradients(self._model, self._batches, self._mesh)
         self._gradients = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
+        current().enter("step")
         return graph
 
 

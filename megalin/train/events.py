@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 from megalin.errors import REFUSALS, StorageError
+from megalin.files import open_append
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.jsonl import JsonLines
 
@@ -57,6 +61,19 @@ class EventLog:
             self._waiting.append((self.step, line))
         else:
             self._file.write(self.step, line)
+
+    def write_last(self, message: str) -> None:
+        """Appends the error with which this process ends without a return to `__exit__`; on a rank other than 0, whose
+        process may have died, to the file itself."""
+        if rank() == 0:
+            self.write("error", message)
+            return
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = {"step": self.step, "time": now, "kind": "error", "message": message}
+        with contextlib.suppress(OSError):
+            descriptor = open_append(self._path)
+            os.write(descriptor, json.dumps(line).encode() + b"\n")
+            os.close(descriptor)
 
     def begin(self, step: int, where: str) -> None:
         """Records that the run starts, or resumes after `step` finished steps; `where` names its devices.

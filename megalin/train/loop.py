@@ -20,7 +20,8 @@ from megalin.errors import ConfigError, PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.rank_failures import default_rendezvous, report_failed_ranks
+from megalin.parallel.rank_failures import default_rendezvous, no_verdict, report_failed_ranks
+from megalin.parallel.watchdog import Watchdog
 from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
@@ -43,6 +44,7 @@ from megalin.train.step_data import DataFailure, Preemption, StepData, StepReade
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
+from megalin.train.watched import watched
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class TrainingLoop:
         event_log: EventLog,
         hooks: Sequence[UpdateHook] = (),
         tasks: TaskRunner | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """Opens the data, builds the model, and loads the newest checkpoint if there is one, else that of the run to
         branch from or the initial weights if the config names some.
@@ -92,6 +95,7 @@ class TrainingLoop:
             CheckpointError: a checkpoint of a different model, or none that verifies; initial weights that do not fit.
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
+        self._watchdog, self._heartbeat = watchdog, mesh.launches
         self.data: Training
         self.validation: Dataset[Any] | None = None
         with slow_work("opening the data", shown=mesh.is_first_rank):
@@ -155,6 +159,7 @@ class TrainingLoop:
             for line in self._report_lines():
                 log.print_line(line)
             reader = StepReader(loader, self.mesh, preemption)
+            self._heartbeat.enter("first step")
             for step in range(self.resumed_step + 1, self.last_step + 1):
                 data = reader.read(step)
                 if data.stop is None:
@@ -162,6 +167,9 @@ class TrainingLoop:
                 for finished in in_flight.finished(drain=data.stop is not None or self._is_due(step)):
                     if finished.step == self.resumed_step + 1:
                         log.write_kernels()
+                        self._heartbeat.enter("step")
+                    if self._watchdog is not None:
+                        self._watchdog.add_step(finished.result.seconds)
                     with log.timed("evaluation_seconds", self._is_evaluation_due(finished.step)):
                         evaluation = self._evaluate_if_due(finished.step)
                     with log.timed("tasks_seconds", self._are_tasks_due(finished.step)):
@@ -173,6 +181,7 @@ class TrainingLoop:
                     self._stop_early(data.stop, step - 1, log)
                 if step == self.resumed_step + 1:
                     freeze()
+            self._heartbeat.enter("end")
             log.write_rest()
         self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
@@ -239,16 +248,18 @@ class TrainingLoop:
             dp_size=self.mesh.samples.size,
             max_samples=_EVALUATED_SAMPLES if batches is None else batches * train.global_batch_size,
         )
-        return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)
+        with self._heartbeat.in_phase("evaluation"):
+            return evaluate(self.model, loader, self.mesh, token_bytes=self.token_bytes)
 
     def _run_tasks_if_due(self, step: int) -> dict[str, float]:
         """Results of the tasks where they are due, else none."""
         if self.tasks is None or not self._are_tasks_due(step):
             return {}
-        return self.tasks.run(self.model, self.mesh, step=step)
+        with self._heartbeat.in_phase("tasks"):
+            return self.tasks.run(self.model, self.mesh, step=step)
 
     def _save(self, step: int, log: RunLog) -> None:
-        with log.timed_save(step):
+        with log.timed_save(step), self._heartbeat.in_phase("save"):
             log.sync()
             self._save_now(step)
 
@@ -319,12 +330,13 @@ def train(
     with (
         RunFolder(path) as run,
         EventLog(run.incidents) as event_log,
-        report_failed_ranks(default_rendezvous()),
+        watched(config, run, event_log) as watchdog,
+        report_failed_ranks(default_rendezvous(), find_verdict=no_verdict if watchdog is None else watchdog.verdict),
         report_host_memory(),
     ):
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
-        loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks)
+        loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks, watchdog)
         with closing(loop.engine):
             return loop.train()
 

@@ -26,7 +26,7 @@ _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
-        *("metrics.prom", "ranks.log", "ranks.log.1", DEFAULT_CACHE),
+        *("metrics.prom", "heartbeats", "stacks", "ranks.log", "ranks.log.1", DEFAULT_CACHE),
     }
 )
 """Names of the files and folders of a run."""
@@ -113,6 +113,11 @@ class RunFolder:
     def incidents(self) -> Path:
         """Event log, one JSON line per start, warning or error."""
         return self.path / "incidents.jsonl"
+
+    @property
+    def stacks(self) -> Path:
+        """Folder of the stacks of ranks in a run that stalled."""
+        return self.path / "stacks"
 
     @property
     def loss_curve(self) -> Path:

@@ -85,9 +85,12 @@ def test_states_and_phases_of_a_rank(tmp_path):
         assert now() == ("step", "reading")
     with pytest.raises(OSError, match="disk"), heartbeat.in_phase("save"):
         raise OSError("disk")
-    heartbeat.end("failed")
+    heartbeat.end("OSError: disk")
     assert now() == ("save", "failed")
-    heartbeat.end("done")
+    assert file.note(0) == "OSError: disk"
+    heartbeat.accuse(7, 0)
+    assert file.slots()[0][-2:] == (7, 0)
+    heartbeat.end()
     assert now() == ("end", "done")
 
 

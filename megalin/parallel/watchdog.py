@@ -1,0 +1,223 @@
+"""Watchdog thread of a rank: watches the heartbeats of all ranks of its host, and ends a run that cannot go on.
+
+The thread runs while the main thread waits in a collective, which leaves Python's lock to others. A C call that keeps
+the lock stops the thread too: then the other ranks' watchdogs name this rank and end its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from megalin.errors import RankFailedError, RankStalledError
+from megalin.parallel.diagnosis import RankView, StallLimits, Verdict, diagnose
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, RankSlot
+from megalin.parallel.process_state import ProcessState, process_state
+
+POLL_SECONDS = 0.5
+"""Interval of the readings. A longer gap, while the host or the job was suspended, counts as two intervals."""
+LEAVE_SECONDS = 2.5
+"""Time for a rank's main thread to leave by itself after another rank died, before its watchdog ends the process."""
+LEAST_WARNING_SECONDS, WARNING_STEPS, WARNING_WINDOW = 15.0, 20.0, 50
+"""A rank without progress is warned of after 20 times the median of the last 50 steps, 15 s at least."""
+LEAST_STEPS = 3.0
+"""A step may take three times the median of the last steps, if that is longer than the limit."""
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a rank write its stacks, whether or not its Python code can run."""
+
+
+class WatchdogReport(NamedTuple):
+    """Receivers of a watchdog's findings, called in its thread."""
+
+    warn: Callable[[str], None]
+    """A stall that the adaptive limit found."""
+    end: Callable[[Verdict], None]
+    """The verdict that ends the run; only on one rank."""
+
+
+class Watchdog:
+    """Watches the ranks of a heartbeat file.
+
+    Args:
+        file: the ranks of this host.
+        heartbeat: this rank's, which writes into the file.
+        rank: this rank.
+        limits: longest times without progress.
+        stacks: folder for the stacks of the ranks, one file each.
+        report: receivers of the findings.
+        ends: False where a stall is reported and does not end the process: a run of one process, in which nobody waits.
+    """
+
+    def __init__(
+        self,
+        file: HeartbeatFile,
+        heartbeat: Heartbeat,
+        rank: int,
+        limits: StallLimits,
+        stacks: Path,
+        report: WatchdogReport,
+        *,
+        ends: bool = True,
+    ) -> None:
+        self._file, self._heartbeat, self._rank, self._limits = file, heartbeat, rank, limits
+        self._report, self._ends = report, ends
+        self._stacks_path = stacks / f"rank-{rank}.txt"
+        self._stacks: IO[str] | None = None
+        self._steps: deque[float] = deque(maxlen=WARNING_WINDOW)
+        self._seen: dict[int, RankSlot] = {}
+        self._idle: dict[int, float] = {}
+        self._warned: tuple[object, ...] = ()
+        self._verdict: Verdict | None = None
+        self._decided, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megalin-watchdog", daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator[Watchdog]:
+        """Watches during the body."""
+        with contextlib.suppress(OSError):  # without a file for stacks the run goes on
+            self._stacks_path.parent.mkdir(exist_ok=True)
+            self._stacks = self._stacks_path.open("w")
+            faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            self._thread.join(2 * POLL_SECONDS)
+            self._close_stacks()
+
+    def add_step(self, seconds: float) -> None:
+        """Adds the duration of a finished step."""
+        self._steps.append(seconds)
+
+    def verdict(self, seconds: float) -> Verdict | None:
+        """The verdict on the run, for which the caller, whose collective failed, waits so long."""
+        self._decided.wait(seconds)
+        return self._verdict
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._ended.wait(POLL_SECONDS):
+            now = time.monotonic()
+            views = self._look(min(now - last, 2 * POLL_SECONDS))
+            last = now
+            limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self._median_step()))
+            if verdict := diagnose(views, limits):
+                self._end(verdict)
+            self._warn_of_stall(views)
+
+    def _look(self, gap: float) -> list[RankView]:
+        """Reads all slots, `gap` seconds after the last time."""
+        views = []
+        for slot in self._file.slots():
+            rank = slot.rank
+            self._idle[rank] = self._idle.get(rank, 0.0) + gap if self._seen.get(rank) == slot else 0.0
+            self._seen[rank] = slot
+            process = process_state(slot.pid, slot.started) if slot.started else ProcessState("running")
+            idle = self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
+            last = self._file.ring(rank)[-1:] if idle else []
+            note = self._file.note(rank) if slot.state == "failed" else ""
+            views.append(
+                RankView(
+                    slot, self._idle[rank], process, last[0] if last else None, note, time.monotonic() - slot.seconds
+                )
+            )
+        return views
+
+    def _median_step(self) -> float:
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    def _warn_of_stall(self, views: list[RankView]) -> None:
+        """Warns once of each stall in a step that the adaptive limit finds, and writes this rank's stacks."""
+        if not self._steps:
+            return
+        limit = max(LEAST_WARNING_SECONDS, WARNING_STEPS * self._median_step())
+        verdict = diagnose(views, StallLimits(limit, float("inf")))
+        if verdict is None or verdict.exit_code != RankStalledError.exit_code:
+            return
+        stall = self._seen[verdict.ranks[0]][:5]
+        if stall == self._warned:
+            return
+        self._warned = stall
+        self._write_stacks(verdict.message)
+        if self._rank == self._reporter(verdict):
+            self._report.warn(f"{verdict.message}. Stacks of all ranks that run: {self._stacks_path.parent}")
+
+    def _end(self, verdict: Verdict) -> None:
+        """Ends this process with the verdict, unless its main thread leaves before."""
+        own = self._seen[self._rank]
+        if own.state in ("failed", "done") or not self._ends:
+            return
+        self._heartbeat.accuse(verdict.exit_code, verdict.ranks[0])
+        self._verdict = verdict = verdict._replace(message=f"{verdict.message}. {self._remedy(verdict)}")
+        self._write_stacks(verdict.message)
+        reports = self._rank == self._reporter(verdict)
+        if verdict.exit_code == RankFailedError.exit_code:
+            self._decided.set()
+            if self._ended.wait(LEAVE_SECONDS):  # collectives of the main thread fail, and it leaves by itself
+                return
+        else:
+            if reports:
+                self._signal(verdict, STACKS_SIGNAL)
+            time.sleep(2 * POLL_SECONDS)  # none leaves before all have read the verdict
+        if reports:
+            self._report.end(verdict)
+            self._signal(verdict, signal.SIGKILL)
+        self._decided.set()
+        error = verdict.error()
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        self._heartbeat.end(str(error))
+        os._exit(verdict.exit_code)
+
+    def _remedy(self, verdict: Verdict) -> str:
+        if verdict.exit_code == RankFailedError.exit_code:
+            return "Run the same command to continue from the newest checkpoint"
+        return (
+            f"Limits: train.hang_timeout_seconds = {self._limits.hang:g}, train.phase_timeout_seconds = "
+            f"{self._limits.phase:g}; stacks of all ranks that run: {self._stacks_path.parent}; run the same command "
+            "to continue from the newest checkpoint"
+        )
+
+    def _reporter(self, verdict: Verdict) -> int:
+        """The rank that reports: the lowest one that is not named and is there, else the lowest named one."""
+        others = [
+            rank
+            for rank, slot in self._seen.items()
+            if rank not in verdict.ranks and slot.state not in ("absent", "done", "failed")
+        ]
+        return min(others or verdict.ranks)
+
+    def _signal(self, verdict: Verdict, number: int) -> None:
+        """Sends a signal to the named ranks whose processes still exist, except this one."""
+        for slot in (self._seen[rank] for rank in verdict.ranks if rank != self._rank):
+            if slot.pid and process_state(slot.pid, slot.started).state != "dead":
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(slot.pid, number)
+
+    def _write_stacks(self, reason: str) -> None:
+        if self._stacks is not None:
+            with contextlib.suppress(OSError):
+                self._stacks.write(f"rank {self._rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n")
+                self._stacks.flush()
+                faulthandler.dump_traceback(self._stacks, all_threads=True)
+
+    def _close_stacks(self) -> None:
+        """Closes the file of stacks; removes it where it is empty, and the folder with the last one."""
+        if self._stacks is None:
+            return
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._stacks.close()
+        with contextlib.suppress(OSError):
+            if not self._stacks_path.stat().st_size:
+                self._stacks_path.unlink()
+                self._stacks_path.parent.rmdir()

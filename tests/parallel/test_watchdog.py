@@ -1,0 +1,154 @@
+"""Diagnosis of ranks that died or stalled, and the watchdogs of processes that are stopped, killed or stuck."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalin.parallel.diagnosis import RankView, StallLimits, diagnose
+from megalin.parallel.heartbeats import HeartbeatFile, LaunchedOp, RankSlot, create
+from megalin.parallel.process_state import ProcessState
+
+LIMITS = StallLimits(hang=10.0, phase=60.0)
+
+
+def view(
+    rank: int, state: str = "computing", idle: float = 0.0, process: str = "running", phase: str = "step", **more: Any
+) -> RankView:
+    sequence, note, end = more.pop("sequence", 5), more.pop("note", ""), more.pop("end", "")
+    slot = RankSlot(rank, 100 + rank, phase, 3, sequence, 0.0, state, 1, **more)  # type: ignore[arg-type]
+    last = LaunchedOp(sequence, f"op of {rank}", "data", (2, rank), 3, slot.phase, 1)
+    return RankView(slot, idle, ProcessState(process, end), last, note)  # type: ignore[arg-type]
+
+
+ROWS: dict[str, tuple[list[RankView], tuple[int, tuple[int, ...], str] | None]] = {
+    "all work": ([view(0, idle=9.9), view(1, "waiting", 50.0)], None),
+    "one computes too long": (
+        [view(0, "waiting", 10.5), view(1, idle=10.4)],
+        (
+            7,
+            (1,),
+            r"rank 1 stalled: no progress for 10 s in step 3 \(phase: step\); it computes.*op of 1 \[2, 1\].* "
+            r"rank 0 waits in op of 0",
+        ),
+    ),
+    "a stopped one comes first": (
+        [view(0, idle=11), view(1, "waiting", 12, "stopped"), view(2, "waiting", 11)],
+        (7, (1,), "rank 1 stalled.*state T"),
+    ),
+    "a stopped one in an evaluation": (
+        [view(0, "waiting", 11, phase="evaluation"), view(1, "computing", 11, "stopped", "evaluation")],
+        (7, (1,), "phase: evaluation"),
+    ),
+    "a long evaluation": ([view(0, idle=59, phase="evaluation"), view(1, "waiting", 59, phase="evaluation")], None),
+    "too long an evaluation": (
+        [view(0, idle=61, phase="evaluation"), view(1, "waiting", 61, phase="evaluation")],
+        (7, (0,), "rank 0 stalled"),
+    ),
+    "samples may come a little later": ([view(0, "waiting", 11), view(1, "reading", 11)], None),
+    "no samples": ([view(0, "waiting", 12.5), view(1, "reading", 12.5)], (7, (1,), "rank 1 stalled.*samples")),
+    "all wait for the device": (
+        [view(0, idle=11, sequence=9), view(1, idle=11, sequence=8), view(2, idle=11, sequence=9)],
+        (7, (1,), "rank 1 stalled"),
+    ),
+    "other collectives": (
+        [view(0, "waiting", 11), view(1, "waiting", 12)],
+        (7, (0, 1), r"rank 0: op of 0 \[2, 0\] on data, launch 5; rank 1: op of 1 \[2, 1\].*same order"),
+    ),
+    "died": (
+        [view(0, "waiting"), view(1, process="dead", end="SIGKILL")],
+        (6, (1,), r"rank 1 died \(SIGKILL\) in step 3 .*op of 1"),
+    ),
+    "left early": ([view(0), view(1, process="dead", end="exit code 0")], (6, (1,), "rank 1 left before the end")),
+    "left with an error": (
+        [view(0), view(1, "failed", process="dead", note="DataError: x")],
+        (6, (1,), "rank 1 left in step 3 .*: DataError: x"),
+    ),
+    "the cause, not those that left because of it": (
+        [view(0, "failed", process="dead"), view(1, process="dead"), view(2)],
+        (6, (1,), "rank 1 died in step 3"),
+    ),
+    "done": ([view(0), view(1, "done", process="dead"), view(2, "absent", 99)], None),
+    "an error that all have is no verdict while they leave": ([view(0, "failed", 99), view(1)], None),
+    "the others have decided": (
+        [view(0, "waiting", 1, verdict=7, accused=2), view(1, "waiting", 1), view(2, idle=1)],
+        (7, (2,), "rank 2 stalled"),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_diagnosis_names_the_ranks(row):
+    views, expected = ROWS[row]
+    verdict = diagnose(views, LIMITS)
+    assert (verdict is None) == (expected is None), verdict
+    if verdict is not None and expected is not None:
+        assert verdict[:2] == expected[:2]
+        assert verdict.error().exit_code == expected[0]
+        assert re.search(expected[2], verdict.message), verdict.message
+
+
+RANK = """
+import ctypes, sys, time
+from pathlib import Path
+from megalin.parallel.diagnosis import StallLimits
+from megalin.parallel.heartbeats import HeartbeatFile, current
+from megalin.parallel.watchdog import Watchdog, WatchdogReport
+folder, rank, stuck = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+file, heartbeat = HeartbeatFile.open(folder / "heartbeats"), current()
+heartbeat.move_to(file, rank)
+heartbeat.step = 4
+report = WatchdogReport(print, lambda verdict: (folder / "reported").write_text(f"{rank}: {verdict.message}"))
+with Watchdog(file, heartbeat, rank, StallLimits(1.5, 60.0), folder / "stacks", report).running():
+    print("started", flush=True)
+    heartbeat.enter("step")
+    if stuck == "C call" and rank == 1:
+        ctypes.PyDLL(None).sleep(60)  # keeps Python's lock
+    while rank == 1:
+        heartbeat.record("op", "data", (1,))
+        time.sleep(0.05)
+    heartbeat.start_wait("all_reduce", "data", (3,))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL"])
+def test_watchdogs_end_all_processes(tmp_path, fault):
+    create(tmp_path / "heartbeats", 3)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(rank), fault],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    started = time.monotonic()
+    if fault.startswith("SIG"):
+        ranks[1].send_signal(signal.Signals[fault])
+    texts = [rank.communicate(timeout=30)[1] for rank in ranks]
+    assert time.monotonic() - started < 10
+    code = 6 if fault == "SIGKILL" else 7
+    assert [ranks[0].returncode, ranks[2].returncode] == [code, code]
+    # The signal for the stacks ends that sleep early: then this rank reads the others' verdict and leaves by itself.
+    assert ranks[1].returncode in ((-9, 7) if fault == "C call" else (-9,))
+    what = "rank 1 died" if fault == "SIGKILL" else "rank 1 stalled: no progress for "
+    assert (tmp_path / "reported").read_text().startswith(f"0: {what}")
+    for rank in (0, 2):
+        assert what in texts[rank]
+        assert "in <module>" in (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
+    if fault == "C call":
+        assert "in <module>" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+    assert HeartbeatFile.open(tmp_path / "heartbeats").note(2) == texts[2].strip().partition("Error: ")[2]
