@@ -52,7 +52,11 @@ class ScaledRows(NamedTuple):
 def row_magnitudes(x: Tensor) -> Tensor:
     """max_k |x_rk|: x [..., K] -> [...] fp32; infinite for a row with a number that is not finite, so that the maximum
     over ranks is too."""
-    magnitudes = x.abs().amax(-1).to(torch.float32)
+    return finite_or_inf(x.abs().amax(-1).to(torch.float32))
+
+
+def finite_or_inf(magnitudes: Tensor) -> Tensor:
+    """Magnitudes with infinity in place of NaN, which a maximum over ranks may lose."""
     return torch.where(magnitudes.isfinite(), magnitudes, torch.inf)
 
 

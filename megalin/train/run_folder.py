@@ -26,7 +26,7 @@ _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
-        *("metrics.prom", "heartbeats", "stacks", "ranks.log", "ranks.log.1", DEFAULT_CACHE),
+        *("metrics.prom", "ranks.log", "ranks.log.1", "heartbeats", "stacks", DEFAULT_CACHE),
     }
 )
 """Names of the files and folders of a run."""
