@@ -45,7 +45,6 @@ class RankGroup:
             limits: longest times without progress of a rank.
         """
         self._files, self._output = files, RankOutput()
-        self._watch = StallWatch(files.heartbeats, limits)
         with loopback_listener() as listener:
             common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.path)}
             self._store = ForkedProcess(lambda: _serve(listener))
@@ -54,6 +53,7 @@ class RankGroup:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             variables = {name: str(value) for name, value in place.items()} | common
             self._ranks.append(RankProcess(rank, variables, run))
+        self._watch = StallWatch(files.heartbeats, limits, [rank.pid for rank in self._ranks])
         self._running = list(self._ranks)
         self._endings: list[Ending] = []
         self._deadline = float("inf")

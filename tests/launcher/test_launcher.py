@@ -132,6 +132,19 @@ def test_ranks_that_are_all_stopped_are_named_by_the_launcher(tmp_path, monkeypa
         _launch(run, tmp_path, limits=StallLimits(1.0, 1.0))
 
 
+def test_a_rank_that_is_stopped_before_its_first_heartbeat_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalin.launcher.stall_watch._LATER_SECONDS", 0.0)
+
+    def run() -> int:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+        return 0
+
+    with _no_process_left(), pytest.raises(RankStalledError, match=r"^rank 1 stalled.* in the phase start.*SIGSTOP"):
+        _launch(run, tmp_path, limits=StallLimits(1.0, 50.0))
+
+
 def test_an_exception_shows_its_traceback_once_and_last(tmp_path, capfd):
     def run() -> int:
         if _beat(step=2) == 1:
