@@ -1,4 +1,4 @@
-"""Faults of the ranks of `megalin launch`, and signals to it: F01, F04 to F07, F12, F15, F38."""
+"""Faults of the ranks of `megalin launch`, and signals to it: F01, F04 to F08, F12, F15, F38."""
 
 from __future__ import annotations
 
@@ -125,6 +125,15 @@ def _leaving_rank(lab: Lab) -> None:
 @fault("F07", "a rank is out of memory")
 def _full_memory(lab: Lab) -> None:
     _failing(lab, "memory", 10, r"rank {rank} is out of host memory: .* GiB resident, limits: address space")
+
+
+@fault("F08", "a rank is stopped")
+def _stopped_rank(lab: Lab) -> None:
+    strike = Strike.random()
+    running = strike.start(lab, signal.SIGSTOP, "train.hang_timeout_seconds=10")
+    place = {"start": "phase start", "step": r"step \d \(phase: step\)"}.get(strike.phase, strike.phase)
+    _ends(lab, running, 7, rf"RankStalledError: rank {strike.rank} stalled: .*{place}.*SIGSTOP", seconds=15.0)
+    lab.expect_success(lab.train(lab.folder / "tiny.toml"), "resumed")
 
 
 @fault("F12", "SIGTERM to the launcher")
