@@ -78,10 +78,10 @@ CASES = {
     "deepspeed_zero3_tp2_cp2": Case(4, (DEEPSPEED, "parallel.zero=3", "parallel.tp=2", "parallel.cp=2")),
 }
 
-FAST = ("single", "dp2", "deepspeed", "deepspeed_zero2_bf16")
+FAST = ("single", "dp2", "deepspeed_zero2_bf16")
 """Cases without the slow tests; MOVES has other axes."""
 EVERY_CASE = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-IN_ONE_PROCESS = ("single", "deepspeed")
+IN_ONE_PROCESS = ("single", pytest.param("deepspeed", marks=pytest.mark.slow))
 PLAIN = ("dp2", "deepspeed_zero2_bf16")
 MOVES = (("parallel.pp=2",), (DEEPSPEED, "parallel.zero=1"), ("parallel.tp=2",), (DEEPSPEED, "parallel.tp=2"))
 """Meshes of two ranks, with either engine."""
