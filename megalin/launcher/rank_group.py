@@ -93,6 +93,7 @@ class RankGroup:
                 print(f"{signals[0]}: waiting for the ranks to save; another one ends them at once", file=sys.stderr)
             if now > self._deadline:
                 break
+        self._send(signal.SIGKILL)
         for rank in self._running:
             rank.end()
             self._drain(rank, time.monotonic())
