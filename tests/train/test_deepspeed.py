@@ -82,7 +82,8 @@ PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
 """Cases that also run with a stop and a resumption in the middle."""
 FAST = ("zero0", "zero1_bf16", "zero3_cp3", "zero2_tp2_cp2")
 """Cases of `make test`: every stage, uneven shards, the other axes, and bf16."""
-FAST_PAUSED = ("zero1_bf16", "zero3_cp3")
+FAST_PAUSED = ("zero1_bf16",)
+"""In make test the other engine goes on from a checkpoint of stage 3."""
 
 
 def marked(names: Iterable[str], fast: Sequence[str] = FAST) -> list[Any]:
