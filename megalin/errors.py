@@ -1,7 +1,6 @@
 """Errors for users: each names what is wrong, the rule and the remedy, and sets the exit code."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 
 class MegalinError(ValueError):
@@ -85,12 +84,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def exit_code(run: Callable[[], int | None]) -> int:
-    """Runs a tool and returns its exit code, 0 for None; a MegalinError is printed and gives its own exit code."""
-    try:
-        return run() or 0
-    except MegalinError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code

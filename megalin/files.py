@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from megalin.errors import DataError, StorageError
 
@@ -370,9 +370,31 @@ def _is_file_of(descriptor: int, path: Path) -> bool:
         return False
 
 
+class LockOwner(NamedTuple):
+    """The process that holds a lock since a time in UTC, or that died while holding it."""
+
+    pid: int
+    host: str
+    since: str
+
+
+def read_owner(path: Path) -> LockOwner | None:
+    """The owner that the file of a FolderLock names; None after an orderly release, or without a readable file."""
+    try:
+        with open_regular(path, follow_links=False) as file:
+            return _read_owner(file.fileno())
+    except OSError:
+        return None
+
+
 def _owner(descriptor: int) -> str | None:
+    owner = _read_owner(descriptor)
+    return None if owner is None else f"pid {owner.pid} on {owner.host!r} since {owner.since!r}"
+
+
+def _read_owner(descriptor: int) -> LockOwner | None:
     try:
         record = json.loads(os.pread(descriptor, _OWNER_BYTES, 0))
-        return f"pid {int(record['pid'])} on {str(record['host'])!r} since {str(record['since'])!r}"
+        return LockOwner(int(record["pid"]), str(record["host"]), str(record["since"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

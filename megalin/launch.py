@@ -1,7 +1,8 @@
 """Rank and world size from any launcher's environment variables. Needs no torch, so a bad launch fails at once.
 
 torchrun and deepspeed set what torch.distributed reads: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-srun and mpirun set other variables, from which `adopt_launcher` sets those five.
+srun and mpirun set other variables, from which `adopt_launcher` sets those five. LOCAL_WORLD_SIZE, the number of ranks
+on this host, is set too where the launcher knows it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ class _Variables(NamedTuple):
     rank: str
     world_size: str
     local_rank: str
+    local_sizes: tuple[str, ...]
+    """Names of the number of ranks on this host."""
 
 
-_TORCH = _Variables("torchrun", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+# LOCAL_SIZE is deepspeed's.
+_TORCH = _Variables("torchrun", "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
 # srun comes last: mpirun may start its daemons with srun, and the ranks then inherit its variables. A batch script, no
 # rank itself, has SLURM_PROCID too, but not SLURM_STEP_NUM_TASKS.
 _LAUNCHERS = (
@@ -46,11 +50,12 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    _Variables("MPICH's mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    _Variables("MPICH's mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ()),
 )
-_REMEDY = "start the ranks with torchrun, deepspeed, srun or mpirun"
+_REMEDY = "start the ranks with megalin launch, torchrun, deepspeed, srun or mpirun"
 _FIRST_PORT, _PORTS = 20000, 10000
 """Below the ephemeral ports of Linux."""
 
@@ -66,7 +71,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
         if _number(environment, "WORLD_SIZE", "1") != 1:
             raise ConfigError(f"WORLD_SIZE = {environment['WORLD_SIZE']}, but RANK is not set; {_REMEDY}")
         return Launch(0, 1, _number(environment, "LOCAL_RANK", "0"))
-    rank, world_size, local_rank = (_number(environment, name, None, names.launcher) for name in names[2:])
+    rank, world_size, local_rank = (
+        _number(environment, name, None, names.launcher) for name in (names.rank, names.world_size, names.local_rank)
+    )
     if rank >= world_size:
         raise ConfigError(f"{names.rank} = {rank} is not below {names.world_size} = {world_size}; {_REMEDY}")
     if local_rank > rank:
@@ -80,7 +87,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> Launch:
-    """Calls `launched` and sets the five variables that torch.distributed reads.
+    """Calls `launched` and sets the five variables that torch.distributed reads, and LOCAL_WORLD_SIZE if it is known.
 
     MASTER_ADDR and MASTER_PORT are kept if they are set. Otherwise, srun's ranks take the step's first host and a port
     derived from the job's number; under mpirun rank 0 chooses them and broadcasts them through mpi4py.
@@ -95,7 +102,25 @@ def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> Launch
     if place.world_size > 1:
         _set_rendezvous(names, environment)
     environment.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
+    if local_size := _local_world_size(names, environment):
+        environment["LOCAL_WORLD_SIZE"] = local_size
     return place
+
+
+def is_on_one_host(environment: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether all ranks run on this host; None where the launcher does not say."""
+    world_size, names = launched(environment).world_size, _launcher(environment)
+    if world_size == 1 or names is None:
+        return True
+    local_size = _local_world_size(names, environment)
+    return local_size == str(world_size) if local_size else None
+
+
+def _local_world_size(names: _Variables, environment: Mapping[str, str]) -> str:
+    """Number of ranks on this host; empty where the launcher does not say."""
+    if names.launcher == "srun":  # gives a list of all hosts' numbers
+        return environment[names.world_size] if environment.get("SLURM_STEP_NUM_NODES") == "1" else ""
+    return next((environment[name] for name in names.local_sizes if name in environment), "")
 
 
 def _launcher(environment: Mapping[str, str]) -> _Variables | None:

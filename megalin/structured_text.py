@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 MAX_BYTES = 16 << 20
@@ -28,20 +31,16 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parses TOML. Raises ValueError (tomllib.TOMLDecodeError, StructureError) with the problem."""
     if _LONG_KEY.search(text):
         raise StructureError(f"a dotted key has more than {MAX_DEPTH} parts")
-    try:
+    with _structure_errors():
         values = tomllib.loads(text)
-    except RecursionError:
-        raise _too_deep() from None
     _check(values, max_bits=_TOML_BITS)
     return values
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parses JSON. Raises ValueError (json.JSONDecodeError, UnicodeDecodeError, StructureError) with the problem."""
-    try:
+    with _structure_errors():
         values = json.loads(text)
-    except RecursionError:
-        raise _too_deep() from None
     _check(values)
     return values
 
@@ -51,13 +50,25 @@ def parse_yaml(text: str) -> Any:
     import yaml  # takes a while, and few commands need it
 
     try:
-        values = yaml.safe_load(text)
+        with _structure_errors():
+            values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise StructureError(" ".join(str(error).split())) from None
-    except RecursionError:
-        raise _too_deep() from None
     _check(values)
     return values
+
+
+@contextlib.contextmanager
+def _structure_errors() -> Iterator[None]:
+    """Raises StructureError for limits of the interpreter that a parser meets."""
+    try:
+        yield
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        if "integer string conversion" not in str(error):
+            raise
+        raise StructureError(f"an integer of more than {sys.get_int_max_str_digits():,} digits") from None
 
 
 def _too_deep() -> StructureError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from megalin.errors import MegalinError
 
 # C0 without tab, line feed and carriage return; DEL; C1, which some terminals read as escapes too.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -45,11 +47,26 @@ class EscapedOutput:
 def escaped_output() -> Iterator[None]:
     """Context manager that escapes what the body prints and logs on standard output and error."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and EscapedOutput(stream) for stream in streams)
+    sys.stdout, sys.stderr = (_escaped(stream) for stream in streams)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
+
+
+def _escaped(stream: Any) -> Any:
+    return stream if stream is None or isinstance(stream, EscapedOutput) else EscapedOutput(stream)
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Runs a tool, whose output is escaped, and returns its exit code, 0 for None; a MegalinError is printed and gives
+    its own exit code."""
+    with escaped_output():
+        try:
+            return run() or 0
+        except MegalinError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
 
 
 def terminal(*, stderr: bool = False) -> Any:

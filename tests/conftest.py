@@ -10,6 +10,8 @@ from multiprocessing import forkserver
 import pytest
 import torch
 
+import tests.rare_collections
+
 if not torch.cuda.is_available():
     import tests.interpreter  # noqa: F401
 
@@ -46,10 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the modules and the tests from garbage collections, and makes these rarer: a tenth of the CPU time."""
+    """Excludes the modules and the tests from garbage collections."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,7 +14,9 @@ __all__ = ["RankFailedError", "run_ranks"]
 _run_ranks = partial(
     ranks.run_ranks,
     preload=(
+        "tests.rare_collections",
         "pytest",
+        "deepspeed",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
         "torch._inductor.compile_fx",

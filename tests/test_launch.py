@@ -9,7 +9,7 @@ import pytest
 
 from megalin import launch
 from megalin.errors import ConfigError
-from megalin.launch import Launch, adopt_launcher, launched
+from megalin.launch import Launch, adopt_launcher, is_on_one_host, launched
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -37,6 +37,28 @@ def test_each_launcher_becomes_the_same_five_variables(variables):
     environment = dict(variables)
     assert adopt_launcher(environment) == Launch(3, 4, 1)
     assert {name: environment[name] for name in TORCHRUN} == TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, True),
+        (TORCHRUN, None),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, True),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, False),
+        (TORCHRUN | {"LOCAL_SIZE": "4"}, True),
+        (OPEN_MPI | ADDRESS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        (MPICH | ADDRESS | {"MPI_LOCALNRANKS": "4"}, True),
+        (SRUN | ADDRESS, None),
+        (SRUN | ADDRESS | {"SLURM_STEP_NUM_NODES": "2"}, None),
+        (SRUN | ADDRESS | {"SLURM_STEP_NUM_NODES": "1"}, True),
+    ],
+)
+def test_one_host_is_known_where_the_launcher_names_the_ranks_of_a_host(variables, expected):
+    environment = dict(variables)
+    assert is_on_one_host(environment) is expected
+    adopt_launcher(environment)  # from now on the variables of torchrun count
+    assert is_on_one_host(environment) is expected
 
 
 def test_torchrun_inside_a_step_of_srun_is_the_launcher():
@@ -83,7 +105,7 @@ def test_steps_of_a_job_meet_at_different_ports_and_ranks_of_a_step_at_one():
         (TORCHRUN | {"RANK": "-1"}, "variable RANK = '-1' is not a number"),
         (TORCHRUN | {"RANK": ""}, "variable RANK = '' is not a number"),
         ({"LOCAL_RANK": "x"}, "variable LOCAL_RANK = 'x' is not a number"),
-        (TORCHRUN | {"RANK": "4"}, "RANK = 4 is not below WORLD_SIZE = 4; start the ranks with torchrun"),
+        (TORCHRUN | {"RANK": "4"}, "RANK = 4 is not below WORLD_SIZE = 4; start the ranks with megalin launch"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK = 4 is above RANK = 3"),
         ({"RANK": "0", "LOCAL_RANK": "0"}, "torchrun started this process, but WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE = 8, but RANK is not set; start the ranks"),

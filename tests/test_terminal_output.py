@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from megalin.__main__ import main
-from megalin.terminal_output import EscapedOutput, escape_controls, escaped_output, terminal
+from megalin.errors import DataError
+from megalin.terminal_output import EscapedOutput, escape_controls, escaped_output, exit_code, terminal
 
 
 @pytest.mark.parametrize(
@@ -33,8 +34,20 @@ def test_prints_and_logs_of_the_body_are_escaped(capsys):
     assert error == "error\\x1b]0;title\\x07\nlog \\x1b\n"
 
 
+def test_output_and_error_of_a_tool_are_escaped(capsys):
+    def fail():
+        print("out\x1b[2J")
+        with escaped_output():
+            print("twice\x1b")
+        raise DataError("no \x1b[31mshard")
+
+    assert exit_code(fail) == 3
+    assert exit_code(lambda: None) == 0
+    assert capsys.readouterr() == ("out\\x1b[2J\ntwice\\x1b\n", "error: no \\x1b[31mshard\n")
+
+
 def test_a_terminal_is_raw_for_libraries_that_draw_on_it(capsys, monkeypatch):
-    with escaped_output():
+    with escaped_output(), escaped_output():
         assert terminal() is sys.stdout
         monkeypatch.setattr(sys.stdout.raw, "isatty", lambda: True, raising=False)
         assert isinstance(sys.stdout, EscapedOutput)

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from megalin.commands.base import model_from
-from megalin.errors import ConfigError, exit_code
+from megalin.errors import ConfigError
 from megalin.generation import Sampling, cast_weights
 from megalin.generation.decoder import Decoder, capture_cuda_graph, grows
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.process_group import compute_device
+from megalin.terminal_output import exit_code
 from megalin.train.build import COMPUTE_DTYPES
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}

@@ -25,7 +25,7 @@ from megalin.data.config import DataConfig
 from megalin.data.loader import Loader
 from megalin.data.shards.indexed_dataset import ShardWriter
 from megalin.data.sources import open_training
-from megalin.errors import exit_code
+from megalin.terminal_output import exit_code
 
 _VOCAB_SIZE = 50_000
 _TOKENS = 60_000_000

@@ -6,6 +6,7 @@ mesh, batch, engine, optimizer and its peak learning rate.
 
 python tools/benchmark_train.py transnormerllm-1b-64k train.compile=true
 python tools/benchmark_train.py run.toml train.recompute=true parallel.zero=2
+python tools/benchmark_train.py transnormerllm-1b train.compile=true 'train.matmul_dtype="float8"'
 python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 train.compile=true --roofline --baseline fla
 python tools/benchmark_train.py danet-base train.micro_batch_size=64 data.sequence_length=512
 torchrun --nproc-per-node 2 tools/benchmark_train.py hgrn2-1b parallel.tp=2 train.cuda_graphs=true --profile
@@ -41,12 +42,13 @@ from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
 from train_benchmarks.simulated_ranks import simulated_ranks
 
-from megalin.errors import ConfigError, exit_code
+from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.ops.dispatch import backend
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.terminal_output import exit_code
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.hardware import peak_memory_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megalin.errors import exit_code
+from megalin.terminal_output import exit_code
 from megalin.train.ledger import compare_ledgers
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megalin.data.sources import open_training
-from megalin.errors import ConfigError, exit_code
+from megalin.errors import ConfigError
 from megalin.interop.weights.exporting import check_empty, write_settings
 from megalin.interop.weights.importing import import_hf
 from megalin.interop.weights.layouts import layout_of_model
@@ -28,6 +28,7 @@ from megalin.optim.schedule import learning_rate
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.terminal_output import exit_code
 from megalin.train.config import RunConfig, load_run_config
 from megalin.train.loop import train
 from megalin.train.step_data import training_loader

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
-from megalin.planner.hardware import Hardware, hardware_named
+from megalin.planner.hardware import GPUS_PER_HOST, Hardware, hardware_named
 from megalin.planner.longest import LongestPlan, longest_sequences
 from megalin.planner.search import InfeasibleLayout, Limits, Plan, search, usable_bytes
 from megalin.planner.workload import Workload, workload_of
@@ -196,6 +197,8 @@ def _print(arguments: argparse.Namespace, workload: Workload, hardware: Hardware
     if not plan.best:
         print("No layout fits. Use more GPUs or memory, or another global batch size. Reasons:\n")
     _print_refusals(plan.refusals)
+    if plan.best:
+        _print_command(arguments, plan.best[0].layout.overrides())
 
 
 def _print_longest(
@@ -208,6 +211,8 @@ def _print_longest(
     if not plan.best:
         print("No length fits. Use more GPUs or memory, or another global batch size. Reasons:\n")
     _print_refusals(plan.refusals)
+    if plan.best:
+        _print_command(arguments, _overrides(plan.best[0].estimate, plan.best[0].length))
 
 
 def _print_inputs(
@@ -215,26 +220,48 @@ def _print_inputs(
 ) -> None:
     parameters = LanguageModel(workload.model).num_parameters()
     print(
-        f"{arguments.model}: {parameters / 1e9:.2f} billion parameters, {workload.global_batch_size} samples{length} a "
+        f"{arguments.model}: {_count(parameters)} parameters, {workload.global_batch_size} samples{length} a "
         f"step, {'compiled' if workload.compiled else 'eager'} blocks"
     )
     free = usable_bytes(memory)
     print(f"{arguments.gpus} x {hardware.name} with {memory / 2**30:.1f} GiB, {free / 2**30:.1f} of it for tensors")
 
 
+def _count(number: int) -> str:
+    if number < 10**6:
+        return f"{number:,}"
+    return f"{number / 1e9:.2f} billion" if number >= 10**9 else f"{number / 1e6:.1f} million"
+
+
+def _overrides(estimate: Estimate, length: int | None) -> list[str]:
+    return [*estimate.layout.overrides(), *([] if length is None else [f"data.sequence_length={length}"])]
+
+
 def _print_estimate(number: int, estimate: Estimate, *, length: int | None = None) -> None:
     """Prints a layout; `length`: that of the samples, if it was searched for."""
-    memory, seconds = estimate.memory.total / 2**30, estimate.time.total
+    total = estimate.memory.total
+    unit, unit_bytes, form = ("GiB", 2**30, ".1f") if total >= 2**30 else ("MiB", 2**20, ".0f")
     searched = "" if length is None else f"{length:,} tokens: "
-    overrides = [*estimate.layout.overrides(), *([] if length is None else [f"data.sequence_length={length}"])]
     print(
-        f"{number}. {searched}{estimate.layout.name()}: {memory:.1f} GiB, {seconds:.3g} s a step, "
-        f"{estimate.tokens_per_second:,.0f} tokens/s"
+        f"{number}. {searched}{estimate.layout.name()}: {total / unit_bytes:{form}} {unit}, "
+        f"{estimate.time.total:.3g} s a step, {estimate.tokens_per_second:,.0f} tokens/s"
     )
-    print(f"   GiB: {_named(estimate.memory._asdict(), 2**30, '.1f')}")
+    print(f"   {unit}: {_named(estimate.memory._asdict(), unit_bytes, form)}")
     print(f"   seconds: {_named(estimate.time._asdict(), 1, '.3f')}")
     print(f"   GB sent by a GPU: {_named(estimate.sent._asdict(), 1e9, '.2f') or 'nothing'}")
-    print(f"   {' '.join(overrides)}\n")
+    print(f"   {' '.join(_overrides(estimate, length))}\n")
+
+
+def _print_command(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Prints how to train on the first layout."""
+    name = arguments.model if arguments.model.endswith(".toml") else f"RUN.toml model.preset={arguments.model}"
+    train = shlex.join(["train", *name.split(), *arguments.overrides, *overrides])
+    if arguments.gpus == 1:
+        print(f"\nTo train on the first: megalin {train}")
+    elif arguments.gpus <= GPUS_PER_HOST:
+        print(f"\nTo train on the first: torchrun --nproc-per-node {arguments.gpus} -m megalin {train}")
+    else:
+        print(f"\nTo train on the first, on each host by a launcher (docs/launching): megalin {train}")
 
 
 def _named(values: dict[str, float], unit: float, form: str) -> str:

@@ -14,12 +14,17 @@ from megalin.train.tasks import task_lines
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
-    path = arguments.folder or Path("runs") / Path(arguments.config).stem
+    path = run_folder(arguments)
     trainer = Trainer(load_run_config(arguments.config, arguments.overrides), path)
     result = trainer.train(memory_check=not arguments.no_memory_check)
     if launched().rank == 0:
         _print_result(result, path, trainer.config.train.steps)
     return 0
+
+
+def run_folder(arguments: argparse.Namespace) -> Path:
+    """The run folder: --folder, or runs/NAME of a config file NAME.toml."""
+    return arguments.folder or Path("runs") / Path(arguments.config).stem
 
 
 def _print_result(result: TrainResult, path: Path, steps: int) -> None:

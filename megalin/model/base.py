@@ -15,6 +15,7 @@ from megalin.model.config import BlockConfig, StackConfig
 from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.embedding import VocabParallelEmbedding, VocabularyBias
+from megalin.parallel.float8_layers import update_weight_magnitudes
 from megalin.parallel.tensor_parallel import TensorParallel
 
 ConfigT = TypeVar("ConfigT", bound=StackConfig)
@@ -162,8 +163,9 @@ class BaseModel(nn.Module, Generic[ConfigT]):
         raise NotImplementedError
 
     def after_optimizer_step(self) -> None:
-        """Updates what every mixer derives from its weights, after an optimizer step and after loading weights."""
+        """Updates what mixers and FP8 matmuls derive from weights, after an optimizer step and after loading them."""
         update_derived_buffers([*self.input_mixers(), *self.mixers()])
+        update_weight_magnitudes(self)
 
     def no_decay_names(self) -> set[str]:
         """Global names of the parameters without weight decay: vectors (norm weights), biases (fused ones are

@@ -12,6 +12,7 @@ from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
+from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.initialisation import Initializer, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
@@ -42,6 +43,7 @@ class ColumnParallelLinear(nn.Module):
         tp.divide(out_features, name)
         self.weight = tp.fused_parameter(parts, out_features, in_features)
         self.bias = tp.parameter(parts, out_features, shard_dim=1) if bias else None
+        self.float8: Float8Matmuls | None = None
 
     def init_weights(self, initializer: Initializer) -> None:
         """Draws the weight from N(0, std^2); the bias is zero."""
@@ -69,8 +71,12 @@ class ColumnParallelLinear(nn.Module):
         """
         weight = local(self.weight).flatten(0, 1)
         bias = None if self.bias is None else local(self.bias).flatten()
-        linear = self.tp.all_gather_linear if gather_input else few_row_linear
-        y = linear(x, weight, bias)
+        if self.float8 is not None:
+            y = self.float8(self.tp.enter(x) if gather_input else x, weight)
+            y = y if bias is None else y + bias
+        else:
+            linear = self.tp.all_gather_linear if gather_input else few_row_linear
+            y = linear(x, weight, bias)
         return y.unflatten(-1, (self.parts, -1)).unbind(-2) if split_parts else y
 
     def flops(self) -> int:
@@ -100,6 +106,7 @@ class RowParallelLinear(nn.Module):
         tp.divide(in_features, name)
         self.weight = tp.parameter(out_features, in_features, shard_dim=1)
         self.bias = tp.parameter(out_features, shard_dim=None) if bias else None
+        self.float8: Float8Matmuls | None = None
 
     def init_weights(self, initializer: Initializer) -> None:
         """Draws the weight from N(0, std^2); the bias is zero."""
@@ -121,6 +128,8 @@ class RowParallelLinear(nn.Module):
         return add_linear(residual, x, local(self.weight))
 
     def _matmul(self, x: Tensor) -> Tensor:
+        if self.float8 is not None:
+            return self.tp.leave(self.float8(x, local(self.weight)))
         return self.tp.linear_reduce_scatter(x, local(self.weight))
 
     def _add_bias(self, y: Tensor) -> Tensor:

@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from megalin.errors import ConfigError, RankFailedError
-from megalin.launch import Launch, launched
+from megalin.launch import Launch, is_on_one_host, launched
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
 from megalin.parallel.messages import gather_values
 from megalin.parallel.rank_failures import Rendezvous, default_rendezvous, liveness_responder, report_failed_ranks
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that makes NCCL allow several ranks on one GPU."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that choose the network interface of gloo and NCCL."""
 
 
 def compute_device() -> torch.device:
@@ -57,17 +59,37 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    rendezvous = _rendezvous(launched(), min(timeout, COLLECTIVE_TIMEOUT))._replace(timeout=timeout)
+    with _loopback_interface():
+        rendezvous = _rendezvous(launched(), min(timeout, COLLECTIVE_TIMEOUT))._replace(timeout=timeout)
+        try:
+            with report_failed_ranks(rendezvous):
+                init_default_group(rendezvous, backend)
+            with report_failed_ranks(default_rendezvous()), liveness_responder(default_rendezvous()):
+                if device.type == "cuda":
+                    refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
+                yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _loopback_interface() -> Iterator[None]:
+    """Keeps the sockets of gloo and NCCL on the loopback interface during the body, unless the environment chooses
+    another or ranks run on other hosts: both would accept connections on the address of this host's name."""
+    chosen = [name for name in _INTERFACES if name not in os.environ]
+    if not (_is_on_loopback() and "lo" in (name for _, name in socket.if_nameindex())):
+        chosen = []
+    os.environ.update(dict.fromkeys(chosen, "lo"))
     try:
-        with report_failed_ranks(rendezvous):
-            init_default_group(rendezvous, backend)
-        with report_failed_ranks(default_rendezvous()), liveness_responder(default_rendezvous()):
-            if device.type == "cuda":
-                refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
-            yield
+        yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        for name in chosen:
+            del os.environ[name]
+
+
+def _is_on_loopback() -> bool:
+    return launched().world_size == 1 or _loopback_address(os.environ["MASTER_ADDR"]) is not None
 
 
 def init_default_group(rendezvous: Rendezvous, backend: str) -> None:
@@ -120,9 +142,10 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:  # type: igno
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return next(torch_rendezvous("env://", timeout=timeout))[0]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = _loopback_listener(address, port) if launch.rank == 0 else None
+    loopback = _loopback_address(address)
+    listener = _loopback_listener(loopback, port) if loopback is not None and launch.rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
+        address if loopback is None else loopback,
         port,
         launch.world_size,
         launch.rank == 0,
@@ -133,23 +156,33 @@ def _open_store(launch: Launch, timeout: timedelta) -> dist.Store:  # type: igno
     )
 
 
-def _loopback_listener(address: str, port: int) -> int | None:
-    """The descriptor of a listening socket on the loopback address, which torch's store would open on every interface;
-    None for an address of another kind, to which other hosts connect.
+def _loopback_address(address: str) -> str | None:
+    """The loopback address for the rendezvous of ranks that all run on this host: their launcher says so, or `address`
+    is a loopback one. None where other hosts connect to it.
+
+    A name is not resolved if the launcher names other hosts: on Debian a host's own name is 127.0.1.1.
+    """
+    one_host = is_on_one_host()
+    flags = socket.AI_NUMERICHOST if one_host is False else 0
+    try:
+        places = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM, flags=flags)
+    except OSError:
+        places = []  # torch names the address that it cannot resolve
+    found = {str(place[4][0]) for place in places}
+    if found and all(ipaddress.ip_address(each).is_loopback for each in found):
+        return min(found, key=lambda each: ":" in each)  # IPv4 first
+    return "127.0.0.1" if one_host else None
+
+
+def _loopback_listener(address: str, port: int) -> int:
+    """The descriptor of a listening socket on a loopback address, which torch's store would open on every interface.
 
     Raises:
         DistError: the port is taken.
     """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        found = {str(place[4][0]) for place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
-    except OSError:
-        return None  # torch names the address that it cannot resolve
-    if not all(ipaddress.ip_address(each).is_loopback for each in found):
-        return None
-    chosen = min(found, key=lambda each: ":" in each)  # IPv4 first, to which a client falls back from IPv6
-    family = socket.AF_INET6 if ":" in chosen else socket.AF_INET
-    try:
-        return socket.create_server((chosen, port), family=family, backlog=1024).detach()
+        return socket.create_server((address, port), family=family, backlog=1024).detach()
     except OSError as error:
         raise dist.DistError(str(error)) from None
 

@@ -20,11 +20,13 @@ from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, all_gather_matmul, matmul_reduce_scatter
 from megalin.parallel.collectives import (
     Axis,
+    all_reduce,
     copy_to_axis,
     gather_from_axis,
     local_slice,
     reduce_from_axis,
     reduce_scatter_to_axis,
+    wait_tensor,
 )
 
 TOKENS = 1
@@ -135,6 +137,10 @@ class TensorParallel:
         """A replicated tensor that meets sharded data, so its gradient is a partial sum: identity forward, all-reduce
         backward."""
         return copy_to_axis(weight, self.axis)
+
+    def max_over_shards(self, x: Tensor) -> Tensor:
+        """Element-wise maximum over the axis, on every rank, of values of sharded rows. Not differentiable."""
+        return wait_tensor(all_reduce(x, self.axis, operation="max"))
 
     def sequence_parallel_weight(self, weight: Tensor) -> Tensor:
         """A replicated weight of the residual stream: identity forward; backward all-reduce with sequence parallelism,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,11 +9,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from megalin.launcher.parent_death import end_with_parent
+
 _ERROR_LINES = 5
-_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 class RunProcess:
@@ -28,7 +29,6 @@ class RunProcess:
         end the process would be ended too."""
         self._log, self._asked = log, False
         self._started = time.perf_counter()
-        prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # loaded before the fork
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command,
@@ -37,7 +37,7 @@ class RunProcess:
                 env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then asks its runs to save
                 pass_fds=inherited,
-                preexec_fn=None if prctl is None else lambda: prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM),
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
 
     @property

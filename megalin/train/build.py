@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from megalin.model.base import Stage
@@ -9,6 +11,7 @@ from megalin.model.build import Model, make_model
 from megalin.model.config import AnyModelConfig, ModelConfig
 from megalin.model.pipeline_stages import DecoderStage, plan_stages
 from megalin.parallel.data_parallel import shard_model
+from megalin.parallel.float8_layers import Float8Settings, enable_float8, update_weight_magnitudes
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.train.pipeline_model import Pipeline
@@ -42,6 +45,7 @@ def build_model(
     length: int = _PLANNED_LENGTH,
     overlap: bool = False,
     max_label_fraction: float = 1.0,
+    float8: Float8Settings | None = None,
 ) -> TrainedModel:
     """Builds the model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
 
@@ -50,12 +54,12 @@ def build_model(
         overlap: whether compiled blocks overlap their collectives with computation, which shortens steps of tensor
             parallelism if the host launches that computation in time.
         max_label_fraction: largest fraction of a micro-batch's tokens that have a label (`TrainConfig`).
+        float8: the FP8 matmuls of the blocks; None: all in `compute_dtype`.
     """
+    options = _Options(compute_dtype, compile_blocks, overlap, seed, float8)
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute, max_label_fraction=max_label_fraction)
-        _materialise(
-            model, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, overlap=overlap, seed=seed
-        )
+        _materialise(model, mesh, options)
         return model
     plan = plan_stages(config, mesh.pp.num_stages, num_ranks=mesh.pp.size, length=length)
     assert isinstance(config, ModelConfig), type(config)
@@ -72,25 +76,34 @@ def build_model(
         for number, sublayers in zip(mesh.pp.own_stages(), mesh.pp.own(plan.sublayers), strict=True)
     ]
     for stage in stages:
-        _materialise(
-            stage, mesh, compute_dtype=compute_dtype, compile_blocks=compile_blocks, overlap=overlap, seed=seed
-        )
+        _materialise(stage, mesh, options)
     return Pipeline(config, plan, stages, mesh)
 
 
-def _materialise(
-    model: Model, mesh: Mesh, *, compute_dtype: torch.dtype, compile_blocks: bool, overlap: bool, seed: int
-) -> None:
+class _Options(NamedTuple):
+    """The options of `build_model` for a materialised model or stage."""
+
+    compute_dtype: torch.dtype
+    compile_blocks: bool
+    overlap: bool
+    seed: int
+    float8: Float8Settings | None
+
+
+def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
     """Compiles the blocks if asked, shards the model, materialises and initialises it."""
-    if compute_dtype == torch.float64:
+    if options.compute_dtype == torch.float64:
         model.to(torch.float64)
-    if compile_blocks:
+    if options.float8 is not None:
+        enable_float8(model, model.block_list(), options.float8)
+    if options.compile_blocks:
         # For sequence parallelism by collectives the effect was not measured.
         by_collectives = mesh.tp.sequence_parallel and mesh.tp.buffers is None
-        options = OVERLAP_OPTIONS if overlap and not by_collectives else None
+        inductor = OVERLAP_OPTIONS if options.overlap and not by_collectives else None
         for block in model.block_list():
-            block.compile(fullgraph=True, dynamic=False, options=options)
+            block.compile(fullgraph=True, dynamic=False, options=inductor)
     blocks, precise = model.block_list(), model.full_precision_modules()
-    shard_model(model, blocks, precise, mesh, compute_dtype=compute_dtype, head=model.head)
+    shard_model(model, blocks, precise, mesh, compute_dtype=options.compute_dtype, head=model.head)
     model.to_empty(device=mesh.device)
-    init_weights(model, seed)
+    init_weights(model, options.seed)
+    update_weight_magnitudes(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,7 +23,9 @@ from megalin.parallel.mesh import ParallelConfig, check_world_size
 from megalin.parallel.tensor_parallel import TensorParallel
 from megalin.train.config_file import read_config, resolve
 from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
+from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
+from megalin.train.float8 import check_float8_layers, float8_problems, float8_settings
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -55,6 +57,14 @@ class TrainConfig(Config):
     bit for bit, if both runs agree up to that step. Not read where the run resumes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
+    matmul_dtype: Literal["float8"] | None = None
+    """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
+    power-of-two scale for each row; needs dtype = "bfloat16", and on GPUs compute capability 8.9. Gradients of weights,
+    optimizer state, collectives, the head, low-rank and narrow maps stay as they are; so do evaluation and generation
+    of a finished run. Left out: dtype."""
+    float8_weight_gradient: bool = False
+    """Computes the gradients of those layers' weights in FP8 too. Their scales depend on the tokens that a rank
+    processes at a time, so the result depends on micro_batch_size and on the data and context-parallel axes."""
     recompute: bool = False
     """Recomputes each block's activations in the backward instead of keeping them."""
     compile: bool = False
@@ -123,6 +133,7 @@ class RunConfig(Config):
                     "lower it or remove the phase"
                 )
         problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
+        problems += float8_problems(train, parallel, length)
         problems += self.evaluation.problems() + self.checkpoint.problems(self.train.steps)
         if train.branch_from is not None and train.initial_weights is not None:
             problems.append(
@@ -188,7 +199,7 @@ class RunConfig(Config):
                 f'data.{name} makes samples for an encoder, but model.kind = "decoder"; remove one of them'
                 for name in tables
             ]
-        problems = [*_encoder_data_problems(model, data)]
+        problems = [*encoder_data_problems(model, data)]
         if self.train.max_label_fraction < 1.0:
             problems.append(
                 f"train.max_label_fraction = {self.train.max_label_fraction} is for decoders; an encoder's head "
@@ -200,41 +211,6 @@ class RunConfig(Config):
                 f"{model.max_positions}; lower it, or raise max_positions"
             )
         return problems
-
-
-def _encoder_data_problems(model: EncoderConfig, data: DataConfig) -> Iterator[str]:
-    """Mismatches between an encoder's heads and its samples."""
-    classes, given = model.num_classes, data.classification
-    if classes is None:
-        if given is not None:
-            yield (
-                f"data.classification makes samples with a class, but model.num_classes is missing; set it to "
-                f"{given.num_classes}"
-            )
-        elif data.masking is None:
-            yield (
-                "data.masking is missing: an encoder trains on masked tokens; add a table [data.masking], or "
-                "model.num_classes and a table [data.classification] to train on classes"
-            )
-        return
-    if data.masking is not None:
-        yield f"data.masking makes samples without a class, but model.num_classes = {classes}; remove one of them"
-    if given is None:
-        yield (
-            f"model.num_classes = {classes}, but data.classification is missing; add this table, or leave num_classes "
-            "out to pretrain"
-        )
-        return
-    if given.num_classes != classes:
-        yield (
-            f"data.classification.num_classes = {given.num_classes} differs from model.num_classes = {classes}; make "
-            "them equal"
-        )
-    if (last := given.first_class_id + given.num_classes) > model.vocab_size:
-        yield (
-            f"data.classification: the classes have ids up to {last - 1}, but model.vocab_size = {model.vocab_size}; "
-            f"raise it to {last}"
-        )
 
 
 def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -290,6 +266,7 @@ def check_launch(config: RunConfig, world_size: int) -> None:
     checks: list[Callable[[], object]] = [
         lambda: _check_step(config, world_size),
         lambda: check_model(config.model, config.parallel, config.data.sequence_length),
+        lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train), world_size),
     ]
     problems = []
     for check in checks:

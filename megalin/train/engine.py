@@ -17,6 +17,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
+from megalin.train.float8 import check_float8_device, float8_settings, report_matmuls
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
@@ -80,7 +81,10 @@ class FullyShardedEngine:
     """Engine on fully_shard (FSDP2), or on a pipeline of such stages, with PyTorch's AdamW."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook] = ()) -> None:
-        train = config.train
+        train, float8 = config.train, float8_settings(config.train)
+        if float8 is not None:
+            check_float8_device(mesh.device)
+            report_matmuls(config.model, config.parallel, float8, mesh.device.type)
         self.model: TrainedModel = build_model(
             config.model,
             mesh,
@@ -91,6 +95,7 @@ class FullyShardedEngine:
             length=config.data.sequence_length,
             overlap=train.cuda_graphs,
             max_label_fraction=train.max_label_fraction,
+            float8=float8,
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)

@@ -259,7 +259,7 @@ class TrainingLoop:
             return self.tasks.run(self.model, self.mesh, step=step)
 
     def _save(self, step: int, log: RunLog) -> None:
-        with log.timed("save_seconds"), self._heartbeat.in_phase("save"):
+        with log.timed_save(step), self._heartbeat.in_phase("save"):
             log.sync()
             self._save_now(step)
 

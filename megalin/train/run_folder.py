@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megalin.data.config import DEFAULT_CACHE
 from megalin.errors import REFUSALS, ConfigError, StorageError
 from megalin.files import FolderInUseError, FolderLock, remove, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
@@ -25,7 +26,7 @@ _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
-        *("metrics.prom", "heartbeats", "stacks"),
+        *("metrics.prom", "ranks.log", "ranks.log.1", "heartbeats", "stacks", DEFAULT_CACHE),
     }
 )
 """Names of the files and folders of a run."""

@@ -24,6 +24,7 @@ from megalin.train.ledger import Ledger
 from megalin.train.metrics import Metrics
 from megalin.train.prometheus import Prometheus
 from megalin.train.run_folder import RunFolder
+from megalin.train.slow_saves import SaveMonitor
 from megalin.train.start_lines import mixer_types
 from megalin.train.tasks import task_lines, task_metrics
 from megalin.train.validation import AnyEvaluation
@@ -40,7 +41,7 @@ class RunLog:
         self._config, self._mesh, self._run, self._loss_names = config, mesh, run, model.loss_names
         self._metrics, self._ledger = metrics, ledger
         self._seconds: dict[str, float] = {}
-        self._data_wait = DataWaitMonitor()
+        self._data_wait, self._saves = DataWaitMonitor(), SaveMonitor()
         self._flops_per_token = model.training_flops(config.data.sequence_length)
 
     def print_line(self, line: str) -> None:
@@ -92,6 +93,16 @@ class RunLog:
         yield
         if due:
             self._seconds[name] = time.perf_counter() - started
+
+    @contextmanager
+    def timed_save(self, step: int) -> Iterator[None]:
+        """Adds the seconds of the body, a save, to the next line of metrics, and warns of slow ones."""
+        started = time.perf_counter()
+        with self.timed("save_seconds"):
+            yield
+        slow = self._saves.add(started=started, ended=time.perf_counter())
+        if slow and dist.get_rank() == 0:
+            _log.warning("step %d: %s", step, slow)
 
     def write_rest(self) -> None:
         """Prints the seconds that no line of metrics took any more: those of the last checkpoint."""

@@ -14,6 +14,7 @@ from megalin.model.counts import Counts, count
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 from megalin.train.environment import device_name
+from megalin.train.float8 import describe_layers, float8_settings, planned_layers
 
 MANY_EPOCHS = 4
 """Epochs of a source above which a run is warned: repeated data is then worth less than new data."""
@@ -47,6 +48,9 @@ def _facts(config: RunConfig, mesh: Mesh, counted: Counts, resumed_step: int) ->
     yield f"model: {describe_model(config.model, counted)}"
     blocks = "compiled" if train.compile else "eager"
     yield f"device: {dist.get_world_size()} x {device_name(mesh.device)}, {train.dtype}, {blocks} blocks"
+    if (settings := float8_settings(train)) is not None:
+        layers = planned_layers(config.model, config.parallel, settings)
+        yield f"matmuls: {describe_layers(layers, settings, train.dtype)}"
     zero = "" if mesh.zero is None or mesh.samples.size * mesh.cp.size == 1 else f", ZeRO {mesh.zero}"
     yield f"mesh: tp {mesh.tp.size}, cp {mesh.cp.size}, pp {mesh.pp.size}, dp {mesh.samples.size}{zero}, {train.engine}"
     tokens = train.global_batch_size * length

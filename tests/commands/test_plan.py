@@ -16,13 +16,16 @@ SMALL = ["transnormerllm-385m-64k", "--gpus", "2", "--length", "1024", "--global
 def test_a_plan_names_meshes_and_why_others_fail(capsys):
     assert main(["plan", *SMALL, "--memory", "7GB", "--top", "2"]) == 0
     text = capsys.readouterr().out
-    assert "0.40 billion parameters, 4 samples of 1024 tokens a step, eager blocks" in text
+    assert "399.0 million parameters, 4 samples of 1024 tokens a step, eager blocks" in text
     assert "2 x h200 with 6.5 GiB, 6.0 of it for tensors" in text
     assert "\n1. " in text
     assert "\n2. " in text
     assert "parallel.tp=1 parallel.cp=1 parallel.pp=1 parallel.zero=" in text
     assert "memory, most of it" in text
     assert "the pipeline needs more micro-batches" in text
+    (best,) = re.findall(r"\n1\. .*?\n   (parallel[^\n]*)\n\n", text, re.DOTALL)
+    train = f"-m megalin train RUN.toml model.preset=transnormerllm-385m-64k {best}"
+    assert text.endswith(f"\n\nTo train on the first: torchrun --nproc-per-node 2 {train}\n")
 
 
 def test_json_has_every_refusal_and_all_parts(capsys):
@@ -77,10 +80,13 @@ def test_longest_samples_of_a_mesh(config, capsys):
     arguments = ["plan", str(config), "train.micro_batch_size=1", "--gpus", "1", "--longest"]
     assert main([*arguments, "--memory", "20GB"]) == 0
     text = capsys.readouterr().out
-    assert "0.00 billion parameters, 4 samples a step, eager blocks" in text
+    assert "27,200 parameters, 4 samples a step, eager blocks" in text
     assert "meshes tried: 1; the longest samples that fit, one a micro-batch:" in text
     (length,) = re.findall(r"^1\. ([\d,]+) tokens: dp 1, ZeRO 0, micro-batches 4 x 1, recompute: ", text, re.MULTILINE)
     assert f" data.sequence_length={length.replace(',', '')}\n" in text
+    command = f"To train on the first: megalin train {config} train.micro_batch_size=1 parallel.tp=1"
+    assert text.splitlines()[-1].startswith(command)
+    assert text.endswith(f" data.sequence_length={length.replace(',', '')}\n")
     assert main([*arguments, "--memory", "0.001GB", "--json"]) == 1
     plan = json.loads(capsys.readouterr().out)
     assert (plan["longest"], plan["num_meshes"], plan["global_batch_size"]) == ([], 1, 4)

@@ -190,7 +190,11 @@ def test_all_problems_of_a_config_are_reported_at_once(fails, config):
             ["parallel.tp=2", "parallel.sequence_parallel=true", "data.sequence_length=35"],
             "sequence_length = 35 is not divisible by parallel.tp = 2, as parallel.sequence_parallel needs; use 34",
         ),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, [], "RANK = 2 is not below WORLD_SIZE = 2; start the ranks with torchrun"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            [],
+            "RANK = 2 is not below WORLD_SIZE = 2; start the ranks with megalin launch",
+        ),
         ({"WORLD_SIZE": "two"}, [], "environment variable WORLD_SIZE = 'two' is not a number"),
         ({"LOCAL_RANK": "-1"}, [], "environment variable LOCAL_RANK = '-1' is not a number"),
     ],

@@ -39,16 +39,22 @@ class Layout(NamedTuple):
 
 
 MIXERS = tuple(case.name for case in REPRESENTATIVES)
+FEW = ("rodimus", "mamba2", "softmax", "ffn")
+"""Weights on every rank that meet sharded data, a convolution, attention, and a feed-forward network."""
 
 
 LAYOUTS = {
-    "one rank": Layout(1, 1),
-    "tp2": Layout(2, 2),
-    "dp3 sharded": Layout(3, 1, cases=MIXERS),
-    "tp3 sequence parallel, async": Layout(3, 3, sequence_parallel=True, async_tp=True),
+    "one rank": Layout(1, 1, cases=MIXERS),
+    "tp2": Layout(2, 2, cases=FEW),
+    "tp2 sequence parallel": Layout(2, 2, sequence_parallel=True),
+    "dp3 sharded": Layout(3, 1, cases=FEW),
+    "tp3 sequence parallel, async": Layout(3, 3, sequence_parallel=True, async_tp=True, cases=MIXERS),
     "tp2 dp2 sharded, sequence parallel": Layout(4, 2, sequence_parallel=True, shard=2, cases=MIXERS),
 }
 MORE_LAYOUTS = {
+    "one rank, every case": Layout(1, 1),
+    "tp2, every case": Layout(2, 2),
+    "tp3 sequence parallel, async, every case": Layout(3, 3, sequence_parallel=True, async_tp=True),
     "tp2 sequence parallel, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True),
     "tp2 sequence parallel, async, recomputed": Layout(2, 2, sequence_parallel=True, recompute=True, async_tp=True),
     "tp3 sequence parallel": Layout(3, 3, sequence_parallel=True),

@@ -13,6 +13,7 @@ from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
 from megalin.ops.positions.encodings import rope
+from megalin.ops.scaled_linear import quantize_rows
 from megalin.ops.scans.selective_scan import selective_scan
 from megalin.ops.scans.short_conv import short_conv
 from megalin.ops.scans.vector_decay import vector_decay_scan
@@ -101,6 +102,16 @@ def test_passes_over_rows(length, dtype):
     run(lambda x, w: [rms_norm(x, w, eps=1e-5)], skip, draw(WIDTH, dtype=dtype))
     heads = projection.detach().unflatten(-1, (-1, KEYS + 2)).requires_grad_()
     run(lambda x: [rope(x, torch.arange(length))], heads)
+
+
+@pytest.mark.parametrize(("length", "dtype"), CASES)
+def test_casts_of_rows(length, dtype):
+    from tests.interpreter import checked_addresses
+
+    x = draw(length, WIDTH + KEYS, dtype=dtype).detach()
+    with checked_addresses():
+        for rows in (x, x.t(), x[:, 3:]):
+            quantize_rows(rows)
 
 
 def test_an_address_outside_of_its_tensor_raises():

@@ -98,11 +98,17 @@ def _tool(*command):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_quick_part_of_the_matrix_passes():
     code, text = _tool("faults.py")
     assert code == 0, text
     assert text.splitlines()[-1] == f"{len(faults.QUICK)} of {len(faults.QUICK)}"
+
+
+@pytest.mark.slow
+def test_every_row_of_the_matrix_that_is_built_passes():
+    code, text = _tool("faults.py", "--all")
+    assert code == 0, text
+    assert text.splitlines()[-1] == f"{len(table.FAULTS)} of {matrix.counted(matrix.numbers())}"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from megalin.errors import HostMemoryError, NumericError
 from megalin.parallel.agreement import rank
 from megalin.train.data_wait import WINDOW, DataWaitMonitor
 from megalin.train.host_memory import report_host_memory
+from megalin.train.slow_saves import SaveMonitor
 from megalin.train.step_data import describe_samples
 from tests.model_runs import train_here, write_config
 from tests.ranks import run_ranks
@@ -47,6 +48,20 @@ def test_long_waits_are_warned_about_once_in_a_thousand_steps():
 )
 def test_short_waits_are_not_warned_about(waits, step_seconds):
     assert _messages(waits, step_seconds) == []
+
+
+def test_slow_saves_are_warned_about_once_in_twenty_saves():
+    monitor = SaveMonitor()
+    found = [monitor.add(started=10 * save, ended=10 * save + 4) for save in range(1, 25)]
+    assert [place for place, message in enumerate(found, start=1) if message] == [3, 23]
+    assert found[2].startswith("the last 2 saves took 4.0 s each, 40% of the time; raise checkpoint.every_steps")
+
+
+@pytest.mark.parametrize(("interval", "seconds"), [(10.0, 0.9), (1.0, 0.8)])
+def test_saves_of_a_tenth_of_the_time_or_less_than_a_second_are_not_warned_about(interval, seconds):
+    monitor = SaveMonitor()
+    for save in range(1, 25):
+        assert monitor.add(started=interval * save, ended=interval * save + seconds) == ""
 
 
 def test_samples_of_a_step_are_those_that_each_rank_loads():

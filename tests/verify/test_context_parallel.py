@@ -18,7 +18,7 @@ from tests.cases import CASES, GLU, MAMBA2, REPRESENTATIVES, model
 from tests.cases import Case as MixerCase
 from tests.encoder_cases import CASES as ENCODERS
 from tests.ranks import run_ranks
-from tests.verify.meshes import every_mixer, verify_all
+from tests.verify.meshes import every_mixer, joined, verify_all
 
 LENGTH = 72
 """Several chunks; cp and tp of every mesh divide it."""
@@ -78,9 +78,9 @@ def named(mixer_cases: Iterable[Any], **options: Any) -> Named:
 FAST_CASES_OF = {
     3: named([every_mixer()], cp=3, recompute=True)
     | named(FAST_ENCODERS, cp=3, length=36, recompute=True)
-    | named(WITH_FOLD, cp=3, cp_exchange="ring"),
-    4: named(WITH_HALO, cp=4, length=8)
-    | named(GROUPED, cp=4, length=12)
+    | named([joined("folds", WITH_FOLD)], cp=3, cp_exchange="ring"),
+    4: named([joined("halos", WITH_HALO)], cp=4, length=8)
+    | named([joined("softmax of 8 and of 6 heads", GROUPED)], cp=4, length=12)
     | named(GROUPED_KEYS, cp=2, tp=2, length=12)
     # Windows wider than a shard, and windows none of which crosses shards.
     | named(ENCODERS[2:3], cp=4, length=12)
@@ -91,6 +91,7 @@ SLOW_CASES_OF = {
     3: named(MIXER_CASES, cp=3, recompute=True)
     | named([case for case in ENCODERS if case not in FAST_ENCODERS], cp=3, length=36, recompute=True),
     4: named(REPRESENTATIVES, cp=2, tp=2, sequence_parallel=True)
+    | named(WITH_HALO, cp=4, length=8)
     | named(WITH_FOLD, cp=4, cp_exchange="ring", recompute=True)
     | named(GROUPED_KEYS, tp=4, sequence_parallel=True)
     | named(ENCODERS[-1:], cp=4, cp_exchange="ring", length=36)

@@ -1,4 +1,4 @@
-"""Every mixer, in one model with dropout, on meshes with every pair of axes, as `megalin verify` compares it.
+"""Mixers, in one model with dropout, on meshes with every pair of axes, as `megalin verify` compares it.
 
 The papers' ablation switches join them on tp 2 x cp 3; tests/model/test_ablations.py has other meshes.
 """
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.ablations import ENCODER_MOSAIC, MOSAIC
-from tests.cases import Case
+from tests.cases import CASES, Case
 from tests.encoder_cases import CASES as ENCODERS
 from tests.encoder_cases import Case as EncoderCase
-from tests.verify.meshes import every_mixer
+from tests.verify.meshes import every_mixer, joined
 from tests.verify.test_context_parallel import (
     Named,
     assert_agrees,
@@ -28,6 +28,13 @@ DROPOUT = {"embedding_dropout": 0.1, "hidden_dropout": 0.1}
 
 
 EVERY_MIXER = every_mixer(**DROPOUT)
+KINDS = joined(
+    "kinds of mixers",
+    [case for case in CASES if case.name in ("tnl", "hgrn2", "mamba2", "softmax")],
+    num_blocks=3,
+    **DROPOUT,
+)
+"""A decay a head and a key, a convolution with replicated weights, and attention."""
 ENCODER = ENCODERS[2]._replace(model=ENCODERS[2].model.model_copy(update=DROPOUT))
 
 MESHES: dict[int, list[dict[str, Any]]] = {
@@ -45,13 +52,14 @@ MESHES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 """Axes by world size. Those of 6 and 8 ranks have every pair of axes, and cp 3 where two ranks hide a wrong decay."""
-FAST = (6, 8)
+FAST = {6: EVERY_MIXER, 8: KINDS}
+"""The mixers of `make test`: every mixer where it shards its heads and its tokens."""
 
 
-def cases(world_size: int) -> Named:
+def cases(world_size: int, mixers: Case) -> Named:
     found: Named = {}
     for mesh in MESHES[world_size]:
-        found |= named([EVERY_MIXER], **mesh)
+        found |= named([mixers], **mesh)
         if world_size == 6:
             found |= named([Case("ablations", MOSAIC)], **mesh)
         if world_size == 12 and "pp" not in mesh:
@@ -72,8 +80,14 @@ def test_the_fast_meshes_have_every_pair_of_axes():
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(size, marks=() if size in FAST else pytest.mark.slow) for size in MESHES]
+    ("world_size", "mixers"),
+    [pytest.param(size, mixers, id=f"{size}-{mixers.name}") for size, mixers in FAST.items()]
+    + [
+        pytest.param(size, EVERY_MIXER, id=f"{size}-{EVERY_MIXER.name}", marks=pytest.mark.slow)
+        for size in MESHES
+        if FAST.get(size) != EVERY_MIXER
+    ],
 )
-def test_every_mixer_agrees_with_one_process_on_every_pair_of_axes(world_size: int):
-    for found in compared(world_size, cases(world_size), {})[0].values():
+def test_mixers_agree_with_one_process_on_every_pair_of_axes(world_size: int, mixers: Case):
+    for found in compared(world_size, cases(world_size, mixers), {})[0].values():
         assert_agrees(found)

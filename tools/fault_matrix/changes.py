@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 """Calls of `os` that change a file system or make a change durable."""
+
+_NEW_HOST_NAME = 0x04000000
+"""CLONE_NEWUTS of unshare(2): a host name of this process alone."""
 
 
 def _count_calls(action: Callable[[str, int], None]) -> None:
@@ -124,6 +133,28 @@ def slow_steps(seconds: float) -> None:
     FullyShardedEngine.step = changed  # type: ignore[method-assign]
 
 
+def slow_reads(seconds: float) -> None:
+    """This rank's data workers take this time longer for every batch of samples."""
+    from megalin.data.datasets.token import TokenDataset
+
+    read = TokenDataset.batch
+
+    def changed(dataset: Any, *args: Any) -> Any:
+        time.sleep(seconds)
+        return read(dataset, *args)
+
+    TokenDataset.batch = changed  # type: ignore[method-assign]
+
+
+def rename_host_in_steps_of(name: str, seconds: float) -> None:
+    """This process's host has another name, to which gloo binds its sockets, and every step takes longer. Only the
+    superuser may rename a host: without the right it keeps its name."""
+    slow_steps(seconds)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_HOST_NAME) == 0:
+        socket.sethostname(name)
+
+
 def fail_reads(name: str, times: int) -> None:
     """The first `times` reads of files whose path contains `name` raise EIO."""
     read = os.preadv
@@ -173,3 +204,23 @@ def refuse_engines() -> None:
         raise RuntimeError("the engine was built")
 
     loop._make_engine = built  # type: ignore[assignment]
+
+
+def fail_on_rank(rank: int, step: int, kind: str) -> None:
+    """This rank fails right before it takes step `step`: it is killed, leaves with 0, raises, or has no memory left."""
+
+    def fail(_: Any) -> None:
+        if int(os.environ.get("RANK", "0")) != rank:
+            return
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "leaves":
+            os._exit(0)
+        if kind == "raises":
+            raise KeyError("planted")
+        assert kind == "memory", kind
+        limit = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0]) + (64 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        torch.ones(1 << 30)
+
+    at_step(step, fail)

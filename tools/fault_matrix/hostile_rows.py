@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gzip
 import json
 import os
 import shutil
 import socket
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from fault_matrix import changes
 from fault_matrix.lab import STEPS, Lab, step_folder, write_shard
-from fault_matrix.processes import Outcome
+from fault_matrix.processes import Outcome, Running
 from fault_matrix.table import fault
 
 _ESCAPE = "\x1b"
@@ -153,14 +155,19 @@ def _markup(lab: Lab) -> None:
     lab.check("no escape of an argument", _ESCAPE not in outcome.text, "ESC in the error")
 
 
-def _listeners() -> set[tuple[str, int]]:
-    """Addresses, in hex, and ports of this machine's listening sockets."""
+def _listeners(processes: Sequence[Running]) -> set[tuple[str, int]]:
+    """Addresses, in hex, and ports of the listening sockets of these processes."""
+    inodes = set()
+    for process in processes:
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                inodes.add(os.readlink(link))
     found = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            local, state = line.split()[1], line.split()[3]
-            if state == "0A":
-                address, port = local.split(":")
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
                 found.add((address, int(port, 16)))
     return found
 
@@ -168,24 +175,38 @@ def _listeners() -> set[tuple[str, int]]:
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 
 
+def _own_address() -> str:
+    """An address of this host that others reach, or that of loopback on a host without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 @fault("F71", "a stranger at the ports of a run")
 def _stranger(lab: Lab) -> None:
-    config, run = lab.config(), lab.folder / "run"
-    before = _listeners()
-    slow = dict.fromkeys((0, 1), partial(changes.slow_steps, 0.4))
-    ranks = lab.start_ranks(config, change_of=slow)
-    ranks[0].wait_until(lambda: (run / "ledger.jsonl").exists(), seconds=60)
-    opened = _listeners() - before
-    public = sorted(f"{address}:{port}" for address, port in opened if address not in _LOOPBACK)
-    for _, port in opened:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+    config = lab.config()
+    name = _own_address()
+    change = partial(changes.rename_host_in_steps_of, name, 0.4)
+    variables = {"MASTER_ADDR": name, "LOCAL_WORLD_SIZE": "2"}  # as torchrun and mpirun set them on one host
+    alone = [lab.start("train", config, "--folder", lab.folder / "alone", change=change)]
+    ranks = lab.start_ranks(
+        config, change_of=dict.fromkeys((0, 1), change), environment_of={0: variables, 1: variables}
+    )
+    for run, processes in (("alone", alone), ("run", ranks)):
+        ledger = lab.folder / run / "ledger.jsonl"
+        processes[0].wait_until(ledger.exists, seconds=60)
+        opened = _listeners(processes)
+        public = sorted(f"{address}:{port}" for address, port in opened if address not in _LOOPBACK)
+        for _, port in opened:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
                 stranger.sendall(os.urandom(200))
-        except OSError:
-            continue  # refused, as it should be
-    codes = [rank.wait(seconds=60).code for rank in ranks]
-    lab.check("garbage is ignored", codes == [0, 0], f"exit {codes}")
-    lab.check("no socket off loopback", not public, ", ".join(public))
+        codes = [process.wait(seconds=60).code for process in processes]
+        lab.check(f"{run}: garbage is ignored", not any(codes), f"exit {codes}")
+        lab.check(f"{run}: sockets were open", opened)
+        lab.check(f"{run}: no socket off loopback", not public, ", ".join(public))
 
 
 @fault("F72", "decompression bomb")

@@ -95,6 +95,11 @@ class Lab:
         arguments = ["train", str(config), *overrides, "--folder", str(self.folder / folder)]
         return start_ranks(arguments, self.folder, **options)
 
+    def start_launch(self, config: Path, *overrides: str, ranks: int = 2, **options: Any) -> Running:
+        """Starts `megalin launch` with some ranks; the change is that of the launcher and of all of them."""
+        arguments = ["launch", "--nproc-per-node", str(ranks), config, *overrides, "--folder", self.folder / "run"]
+        return self.start(*arguments, **options)
+
     def train_on_ranks(self, config: Path, *overrides: str, seconds: float = _SECONDS, **options: Any) -> list[Outcome]:
         """Trains on two gloo ranks to the end."""
         return [running.wait(seconds=seconds) for running in self.start_ranks(config, *overrides, **options)]
@@ -151,6 +156,11 @@ def step_folder(run: Path, step: int) -> Path:
 def ledger(run: Path) -> list[str]:
     """Lines of a run's ledger."""
     return (run / "ledger.jsonl").read_text().splitlines()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, str]:

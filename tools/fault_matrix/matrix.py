@@ -12,6 +12,7 @@ from fault_matrix import (  # noqa: F401
     config_rows,
     corpus_rows,
     hostile_rows,
+    launch_rows,
     process_rows,
     shard_rows,
     storage_rows,

@@ -1,14 +1,15 @@
-"""Faults of processes, preemption and numbers: F02, F03, F11, F13, F14, F16, F17, F18."""
+"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F23, F24."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
 
 from fault_matrix import changes
-from fault_matrix.lab import STEPS, Lab, ledger, step_folder, weights
+from fault_matrix.lab import STEPS, Lab, ledger, metrics, step_folder, weights
 from fault_matrix.processes import Running
 from fault_matrix.table import fault
 
@@ -18,7 +19,8 @@ def _same_end(lab: Lab, run: Path, expected: Path) -> None:
     lab.check("same final weights", weights(run) == weights(expected), "weights differ")
 
 
-def _reached(run: Path, step: int) -> bool:
+def reached(run: Path, step: int) -> bool:
+    """Whether a run has finished a step."""
     path = run / "ledger.jsonl"
     return path.exists() and len(path.read_text().splitlines()) >= step
 
@@ -56,7 +58,7 @@ def _pipe(lab: Lab) -> None:
 
 
 def _terminate(running: Running, run: Path, step: int) -> None:
-    running.wait_until(lambda: _reached(run, step), seconds=60)
+    running.wait_until(lambda: reached(run, step), seconds=60)
     running.kill(signal.SIGTERM)
 
 
@@ -129,3 +131,40 @@ def _infinite(lab: Lab) -> None:
     lab.expect_refusal(outcome, 8, "step 2")
     lab.check("no bad save", not list((run / "checkpoints").glob("step-*")))
     lab.expect_success(lab.train(config), "started again")
+
+
+@fault("F23", "slow data reader on one rank")
+def _slow_reader(lab: Lab) -> None:
+    config, run = lab.config(train={"steps": 24}, checkpoint={"every_steps": 24}), lab.folder / "run"
+    outcomes = lab.train_on_ranks(config, change_of={1: partial(changes.slow_reads, 0.3)})
+    text = outcomes[0].text
+    warned = re.search(r"waited for data for \d+% of their time, longest on rank 1", text)
+    lab.check("a warning names the fraction and the rank", warned, outcomes[0].last_line)
+    lab.check("the run goes on", [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].last_line)
+    longest = [step["data_wait_rank"] for step in metrics(run)[1:]]
+    lab.check("metrics name the rank", longest.count(1) > 0.8 * len(longest), f"{longest}")
+    waited = sum(step["data_wait_seconds"] for step in metrics(run))
+    lab.check("metrics have its seconds", waited > 0.3, f"{waited:.2f} s")
+
+
+@fault("F24", "slow storage")
+def _slow_storage(lab: Lab) -> None:
+    config, run = lab.config(train={"steps": 9}, checkpoint={"every_steps": 2}), lab.folder / "run"
+    running = lab.start("train", config, "--folder", run, change=partial(changes.slow_operations, 0.1))
+    most = 0
+
+    def count_saves() -> bool:
+        nonlocal most
+        most = max(most, len(list((run / "checkpoints").glob(".tmp-*"))))
+        return False
+
+    running.wait_until(count_saves, seconds=60)
+    outcome = running.wait(seconds=10)
+    lab.expect_success(outcome, "the run goes on")
+    lab.check("a warning of slow saves", "saves took" in outcome.text, outcome.last_line)
+    lines = metrics(run)
+    saves = [line["save_seconds"] for line in lines if "save_seconds" in line]
+    lab.check("metrics have their seconds", len(saves) == 4 and min(saves) > 1, f"{saves}")
+    slowest = max(line["step_seconds"] for line in lines[1:])
+    lab.check("they count for no step", slowest < 1, f"a step of {slowest:.1f} s")
+    lab.check("one save at a time", most == 1, f"{most}")

@@ -83,6 +83,11 @@ class Running:
         """Whether the process has not ended."""
         return self._process.is_alive()
 
+    @property
+    def children(self) -> list[int]:
+        """Process ids of its children, in the order of their start."""
+        return [int(child) for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens to a process that has ended."""
         with contextlib.suppress(ProcessLookupError):
@@ -125,6 +130,23 @@ def _child(arguments: list[str], output: str, environment: dict[str, str], chang
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def wait_until_ended(pids: Sequence[int], *, seconds: float) -> bool:
+    """Waits for the end of processes that may not be this process's children; False if one does not end in time."""
+    end = time.monotonic() + seconds
+    while any(map(_is_running, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def unchanged() -> None:

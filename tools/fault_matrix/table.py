@@ -24,23 +24,13 @@ _HANGS = "hangs and launchers"
 _DRIFT = "drift, spikes, saves and stragglers"
 
 LATER: dict[str, tuple[str, str]] = {
-    "F01": ("a rank is killed in a step", _HANGS),
-    "F04": ("the launcher is killed", _HANGS),
-    "F05": ("a rank raises", _HANGS),
-    "F06": ("a rank leaves early with 0", _HANGS),
-    "F07": ("a rank is out of memory", _HANGS),
     "F08": ("a rank is stopped", _HANGS),
     "F09": ("another order of collectives", _HANGS),
     "F10": ("a data worker is stuck", _HANGS),
-    "F12": ("SIGTERM to the launcher", _HANGS),
-    "F15": ("a second SIGTERM, Ctrl-C", _HANGS),
     "F19": ("loss spike", _DRIFT),
     "F20": ("fp16 scale at its lower limit", "fp16 training"),
     "F21": ("flipped bit in a replica", _DRIFT),
     "F22": ("a rank is twice as slow", _DRIFT),
-    "F23": ("slow data reader", _DRIFT),
-    "F24": ("slow storage", _DRIFT),
-    "F38": ("the port is taken", _HANGS),
 }
 """Name and theme of the faults whose behaviour is not built yet; they are not injected."""
 

@@ -15,7 +15,7 @@ from megalin.train.engine import Engine, FullyShardedEngine
 _TRAIN = ("engine", "deepspeed_config", "global_batch_size", "micro_batch_size", "seed", "dtype", "recompute")
 KEYS = (
     *("model.*", "parallel.*", "optimizer.*", "data.sequence_length"),
-    *(f"train.{key}" for key in (*_TRAIN, "compile", "cuda_graphs")),
+    *(f"train.{key}" for key in (*_TRAIN, "compile", "cuda_graphs", "matmul_dtype", "float8_weight_gradient")),
 )
 """Keys of the run config that the timed steps depend on."""
 DEFAULTS: dict[str, dict[str, Any]] = {

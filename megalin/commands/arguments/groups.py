@@ -15,11 +15,19 @@ DATA: Mapping[str, Sequence[Command]] = {
 """The commands of `megalin data`."""
 DATA_HELP = "make training data: clean text, train a tokenizer, write and inspect token shards, generate tasks"
 GROUPS: Mapping[str, Sequence[Command]] = {
-    "train": (training.QUICKSTART, training.TRAIN, training.SWEEP, training.CONFIG, training.VERIFY),
+    "train": (
+        training.QUICKSTART,
+        training.TRAIN,
+        training.LAUNCH,
+        training.SWEEP,
+        training.CONFIG,
+        training.VERIFY,
+    ),
     "use and judge a run": (
         results.EVAL,
         results.LM_EVAL,
         results.GENERATE,
+        results.DOCTOR,
         results.REPORT,
         results.INSPECT,
     ),

@@ -1,4 +1,4 @@
-"""Arguments of the commands that use a trained run: eval, lm-eval, generate, inspect, report."""
+"""Arguments of the commands that use a trained run: eval, lm-eval, generate, inspect, doctor, report."""
 
 from __future__ import annotations
 
@@ -96,6 +96,10 @@ def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="file to write (RUN/report.html; with --compare: compare.html)")
 
 
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="folder of a run, ended or in progress")
+
+
 EVAL = Command(
     "eval",
     "evaluate a run: held-out loss, and choice tasks with --suite choices",
@@ -130,6 +134,14 @@ INSPECT = Command(
     _inspect,
     "inspect",
     "megalin inspect runs/mine --samples 4 --png figures",
+)
+DOCTOR = Command(
+    "doctor",
+    "say why a run ended or does not go on, and what to do next",
+    _doctor,
+    "doctor",
+    "megalin doctor runs/mine",
+    adopts_launcher=False,
 )
 REPORT = Command(
     "report",

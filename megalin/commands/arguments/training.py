@@ -21,6 +21,15 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc-per-node", type=int, required=True, metavar="N", help="ranks on this host: one a GPU, or on the CPU"
+    )
+    restarts = "start all ranks again after a failure, at most M times (0), from the newest valid checkpoint"
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="M", help=restarts)
+    _train(parser)
+
+
 def _quickstart(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to its config, as train.steps=1000")
     share = "use only this fraction of the text, the sources and help of this Python (1)"
@@ -90,7 +99,22 @@ TRAIN = Command(
     """\
 megalin train run.toml --folder runs/mine
 megalin train run.toml train.steps=100 optimizer.lr=1e-3
-torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2""",
+torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2
+
+Several ranks on one host: megalin launch.""",
+)
+LAUNCH = Command(
+    "launch",
+    "train on several ranks of this host, which it starts, watches and restarts",
+    _launch,
+    "launch",
+    """\
+megalin launch --nproc-per-node 8 run.toml --folder runs/mine parallel.tp=2
+megalin launch --nproc-per-node 8 run.toml --max-restarts 3
+
+SIGTERM or Ctrl-C: all ranks save and end (exit code 75); a second one ends them at once.
+Over several hosts use torchrun, srun or mpirun.""",
+    adopts_launcher=False,
 )
 SWEEP = Command(
     "sweep",

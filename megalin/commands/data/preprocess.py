@@ -12,8 +12,9 @@ from megalin.data.corpus.parts import PartSubset
 from megalin.data.corpus.progress import shown_progress
 from megalin.data.shards import tokenization
 from megalin.data.tokenizers.tokenizer import TokenizerFiles, TokenizerKind
-from megalin.errors import ConfigError, exit_code
+from megalin.errors import ConfigError
 from megalin.optional import require
+from megalin.terminal_output import exit_code
 
 # Megatron's names, with the files that each needs.
 TOKENIZERS: dict[str, tuple[TokenizerKind, tuple[str, ...]]] = {

@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megalin.errors import DataError
-from megalin.files import NO_LOCKS, storage_errors, sync, write_new
+from megalin.files import NO_LOCKS, open_regular, read_limited, storage_errors, sync, write_new
 
 _KEY_NAME, _DIGESTS_NAME = "key.json", "digests.json"
+_MAX_BYTES = 1 << 24
+"""Largest file of a key or of digests."""
 
 _log = logging.getLogger(__name__)
 
@@ -124,15 +126,19 @@ def _problem(target: Path, text: str) -> str:
     if not target.exists():
         return "missing"
     try:
-        if (target / _KEY_NAME).read_text(encoding="utf-8") != text:
+        if _read_small(target / _KEY_NAME) != text.encode("utf-8"):
             return "another key"
-        digests = dict(json.loads((target / _DIGESTS_NAME).read_text(encoding="utf-8")))
+        digests = dict(json.loads(_read_small(target / _DIGESTS_NAME)))
         if sorted(digests) != sorted(path.name for path in target.glob("*.npy")):
             return "other files"
         for name, digest in digests.items():
-            with (target / name).open("rb") as file:
+            with open_regular(target / name, follow_links=False) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} has other bytes than when it was built"
     except (OSError, ValueError, TypeError, RecursionError) as error:
         return str(error)
     return ""
+
+
+def _read_small(path: Path) -> bytes:
+    return read_limited(path, limit_bytes=_MAX_BYTES, follow_links=False)

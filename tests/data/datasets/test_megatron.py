@@ -179,7 +179,8 @@ def _swapped(data):
         ("digests.json", None, "No such file"),
         ("digests.json", lambda data: b"[1]", "cannot convert"),
         ("key.json", lambda data: b"{}", "another key"),
-        ("key.json", lambda data: b"\xff", "can't decode"),
+        ("key.json", os.mkfifo, "expected a regular file"),
+        ("sample_index.npy", os.mkfifo, "expected a regular file"),
     ],
 )
 def test_damaged_index_is_built_again_and_logged(tmp_path, prefixes, caplog, name, change, reason):
@@ -187,7 +188,11 @@ def test_damaged_index_is_built_again_and_logged(tmp_path, prefixes, caplog, nam
     wanted = _windows(_open(run, steps=9, train=prefixes[:1]), 90)
     (path,) = (run / "cache").glob(f"*/{name}")
     good = path.read_bytes()
-    path.unlink() if change is None else path.write_bytes(change(good))
+    path.unlink()
+    if change is os.mkfifo:
+        os.mkfifo(path)
+    elif change is not None:
+        path.write_bytes(change(good))
     assert np.array_equal(_windows(_open(run, steps=9, train=prefixes[:1]), 90), wanted)
     assert re.search(rf"the cached index is damaged \(.*{reason}.*\); it is built again", caplog.text)
     assert path.read_bytes() == good

@@ -178,9 +178,6 @@ def test_batch_equals_one_by_one(tokenizer):
     assert tokenizer.encode_batch([]) == []
 
 
-SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace() or 0x1C <= code <= 0x1F]
-
-
 def test_pieces_from_the_cache_are_the_librarys_own_ids(path, monkeypatch):
     """Mixtures of spaces, letters, digits, signs and contractions; the small cache is cleared several times."""
     monkeypatch.setattr("megalin.data.tokenizers.word_cache._MOST_PIECES", 500)
@@ -188,7 +185,7 @@ def test_pieces_from_the_cache_are_the_librarys_own_ids(path, monkeypatch):
     library.encode_special_tokens = True
     rng = np.random.default_rng(0)
     alphabet = [
-        *SPACES,
+        *(chr(code) for code in range(0x110000) if chr(code).isspace() or 0x1C <= code <= 0x1F),
         *" \n\t" * 8,
         *"ab1'!é日🙂\u0301\u200b\ufeff\x00",
         "'s",

@@ -1,0 +1,1 @@
+"""`megalin launch`: starts the ranks of one host, watches them, and ends all where one fails."""

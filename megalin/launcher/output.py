@@ -1,0 +1,126 @@
+"""Output of the ranks: lines for people, each once, and all of it in a file of the run folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from megalin.train.jsonl import AppendedFile, BestEffortWriter
+
+_DELAY_SECONDS = 0.4
+"""Time that a line of a rank waits for the same line of rank 0, which is shown in its place."""
+_SAME_SECONDS = 20.0
+"""Time during which the same line of another rank is not shown."""
+_EARLY_BYTES = 1 << 20
+"""Output kept before the run has begun, and its folder may be written."""
+_FILE_BYTES = 8 << 20
+"""Size at which the file is renamed to NAME.1, and a new one begins."""
+
+
+class RawOutput:
+    """The file of all output of the ranks, each line with its rank; the newest 8 to 16 MiB are kept."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._early: deque[bytes] = deque()
+        self._early_bytes = self._size = 0
+        self._file: AppendedFile | None = None
+        self._writer = BestEffortWriter("the output of the ranks")
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None without one."""
+        return None if self._file is None else self._path
+
+    def write(self, line: bytes) -> None:
+        """Adds a line."""
+        if self._path is None:
+            self._early.append(line)
+            self._early_bytes += len(line)
+            while self._early_bytes > _EARLY_BYTES:
+                self._early_bytes -= len(self._early.popleft())
+            return
+        if self._file is None or self._size > _FILE_BYTES:
+            self._writer.attempt(self._next_file)
+        if self._file is not None and self._file.write(line):
+            self._size += len(line)
+
+    def open(self, path: Path) -> None:
+        """Names the file, and adds the lines until now to it."""
+        self._path = path
+        early, self._early = self._early, deque()
+        for line in early:
+            self.write(line)
+
+    def _next_file(self) -> None:
+        assert self._path is not None
+        if self._file is not None:
+            self.close()
+            os.replace(self._path, f"{self._path}.1")
+        self._file = AppendedFile(self._path)
+        self._size = self._path.stat().st_size
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _Waiting(NamedTuple):
+    due: float
+    rank: int
+    text: str
+
+
+class RankOutput:
+    """Lines of the ranks: `raw` keeps all of them, and those for people are shown on standard error.
+
+    Rank 0 shows its own lines, on a live view if there is one. A line of another rank is shown with its number, unless
+    a rank has shown the same line just before.
+    """
+
+    def __init__(self) -> None:
+        self.raw = RawOutput()
+        self._rests: dict[tuple[int, bool], bytes] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._recent: deque[_Waiting] = deque()
+
+    def add(self, rank: int, data: bytes, now: float, *, shown: bool) -> None:
+        """Adds output of a rank.
+
+        Args:
+            now: time of the call, seconds.
+            shown: it is for people.
+        """
+        *lines, rest = (self._rests.get((rank, shown), b"") + data).split(b"\n")
+        if len(rest) > _EARLY_BYTES:
+            lines, rest = [*lines, rest], b""
+        self._rests[rank, shown] = rest
+        for line in lines:
+            self.raw.write(b"rank %d: %b\n" % (rank, line))
+            if shown:
+                text = line.decode(errors="backslashreplace").rstrip()
+                self._waiting.append(_Waiting(now + (_DELAY_SECONDS if rank else 0.0), rank, text))
+
+    def show(self, now: float, *, rest: bool = False) -> None:
+        """Shows the lines that are due; with `rest`, all that wait."""
+        while self._recent and self._recent[0].due < now - _SAME_SECONDS:
+            self._recent.popleft()
+        due = [line for line in self._waiting if rest or line.due <= now]
+        self._waiting = deque(line for line in self._waiting if not rest and line.due > now)
+        for line in sorted(due, key=lambda line: line.rank > 0):
+            same = any(line.text == other.text and line.rank != other.rank for other in self._recent)
+            if line.rank and line.text and not same:
+                print(f"rank {line.rank}: {line.text}", file=sys.stderr)
+            self._recent.append(line)
+        sys.stderr.flush()
+
+    def finish(self, rank: int, now: float) -> None:
+        """Adds the last line of a rank that has ended, if it lacks its end."""
+        for shown in (True, False):
+            if self._rests.get((rank, shown)):
+                self.add(rank, b"\n", now, shown=shown)

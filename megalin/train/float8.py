@@ -1,0 +1,116 @@
+"""FP8 matmuls in a run's config: their settings, the checks before a run, and the line at its start."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from megalin.errors import ConfigError
+from megalin.model.build import make_model
+from megalin.model.config import AnyModelConfig
+from megalin.ops.dispatch.backend import Choice, report_choice
+from megalin.ops.scaled_linear import ALIGNMENT
+from megalin.parallel.collectives import Axis
+from megalin.parallel.float8_layers import Float8Layers, Float8Settings, check_capability, find_layers
+from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from megalin.train.config import TrainConfig
+
+
+def float8_settings(train: TrainConfig) -> Float8Settings | None:
+    """The settings of the FP8 matmuls; None without them."""
+    if train.matmul_dtype is None:
+        return None
+    return Float8Settings(weight_gradient=train.float8_weight_gradient)
+
+
+def float8_problems(train: TrainConfig, parallel: ParallelConfig, length: int) -> list[str]:
+    """Settings that contradict FP8 matmuls on any number of ranks."""
+    if train.matmul_dtype is None:
+        if not train.float8_weight_gradient:
+            return []
+        return [
+            "train.float8_weight_gradient = true has no effect without train.matmul_dtype; set matmul_dtype = "
+            '"float8", or leave it out'
+        ]
+    name = 'train.matmul_dtype = "float8"'
+    problems = []
+    if train.dtype != "bfloat16":
+        problems.append(
+            f'{name} with train.dtype = "{train.dtype}": results of FP8 matmuls are bf16 numbers; use dtype = '
+            '"bfloat16", or leave matmul_dtype out'
+        )
+    if train.engine == "deepspeed":
+        problems.append(
+            f'{name} with train.engine = "deepspeed": scales of weights are computed from the fp32 weights after each '
+            'update, which DeepSpeed keeps inside of its optimizer; use engine = "fsdp2", or leave matmul_dtype out'
+        )
+    if parallel.tp_overlap == "symmetric_memory" and parallel.may_use_async_tp:
+        problems.append(
+            f'{name} with parallel.tp_overlap = "symmetric_memory", whose matmuls run in chunks of bf16 numbers; use '
+            'tp_overlap = "auto" or "none", or leave matmul_dtype out'
+        )
+    if parallel.pp > 1 and parallel.pp_schedule == "zero_bubble":
+        problems.append(
+            f'{name} with parallel.pp_schedule = "zero_bubble", which computes the gradients of weights and of '
+            'activations separately, but an FP8 layer gives both; use pp_schedule = "interleaved" or "1f1b"'
+        )
+    tokens = train.micro_batch_size * length // parallel.cp
+    if train.float8_weight_gradient and tokens % ALIGNMENT:
+        problems.append(
+            f"train.float8_weight_gradient = true with {tokens} tokens on a rank (train.micro_batch_size = "
+            f"{train.micro_batch_size} times data.sequence_length = {length} / parallel.cp = {parallel.cp}), over "
+            f"which it multiplies; use a multiple of {ALIGNMENT}"
+        )
+    return problems
+
+
+def check_float8_layers(
+    model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings | None, world_size: int
+) -> None:
+    """Raises ConfigError for a model without a layer for FP8, for sizes that do not fit, and for several ranks; needs
+    no process group."""
+    if settings is not None:
+        planned_layers(model, parallel, settings)
+        if world_size > 1:
+            raise ConfigError(
+                f'train.matmul_dtype = "float8" on {world_size} ranks is not yet supported; start one rank, or leave '
+                "matmul_dtype out"
+            )
+
+
+def planned_layers(model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings) -> Float8Layers:
+    """The layers that multiply in FP8, and those too narrow for it. Raises ConfigError as `find_layers`."""
+    whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)))
+    return find_layers(whole, whole.block_list(), settings)
+
+
+def report_matmuls(model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings, device: str) -> None:
+    """Records for kernels.json how FP8 matmuls run on this type of device, and of which layers."""
+    layers = describe_layers(planned_layers(model, parallel, settings), settings, "bfloat16")
+    report_choice("scaled_matmul", Choice("torch._scaled_mm" if device == "cuda" else "reference", layers))
+
+
+def check_float8_device(device: torch.device) -> None:
+    """Raises ConfigError for a GPU without FP8 matmuls."""
+    if device.type == "cuda":
+        check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def describe_layers(layers: Float8Layers, settings: Float8Settings, dtype: str) -> str:
+    """The layers of each matmul dtype in one line, with the reason why others are not in FP8."""
+    narrow = f"{', '.join(_kinds(layers.narrow))} (narrower than {settings.min_width}), " if layers.narrow else ""
+    gradients = "gradients of weights too" if settings.weight_gradient else f"gradients of weights in {dtype}"
+    return (
+        f"{len(layers.float8)} linear layers in FP8 ({', '.join(_kinds(layers.float8))}; {gradients}); in {dtype}: "
+        f"{narrow}low-rank maps, the head"
+    )
+
+
+def _kinds(names: list[str]) -> list[str]:
+    """The names without the index of the block, each once."""
+    return list(dict.fromkeys(re.sub(r"^blocks\.\d+\.", "", name) for name in names))
