@@ -94,6 +94,8 @@ def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any
         workers=config.data.workers,
         read_ahead_steps=config.data.read_ahead_steps,
         prepare=prepare,
+        timeout_seconds=config.train.hang_timeout_seconds,
+        shards=data.dataset.shards,
     )
 
 
@@ -128,7 +130,8 @@ class StepReader:
         error: MegalinError | None = None
         started = time.perf_counter()
         try:
-            own = self._loader.step(step - 1)
+            with mesh.launches.reading():
+                own = self._loader.step(step - 1)
         except MegalinError as raised:
             error = raised
         waited = time.perf_counter() - started
