@@ -119,13 +119,15 @@ class Watchdog:
     def _look(self, gap: float) -> list[RankView]:
         """Reads all slots, `gap` seconds after the last time."""
         views = []
-        for slot in self._file.slots():
+        slots = self._file.slots()
+        decided = any(slot.verdict for slot in slots)
+        for slot in slots:
             rank = slot.rank
             self._idle[rank] = self._idle.get(rank, 0.0) + gap if self._seen.get(rank) == slot else 0.0
             self._seen[rank] = slot
             process = process_state(slot.pid, slot.started) if slot.started else ProcessState("running")
-            idle = self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
-            last = self._file.ring(rank)[-1:] if idle else []
+            named = decided or self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
+            last = self._file.ring(rank)[-1:] if named else []
             note = self._file.note(rank) if slot.state == "failed" else ""
             views.append(
                 RankView(
@@ -172,7 +174,7 @@ class Watchdog:
             time.sleep(2 * POLL_SECONDS)  # none leaves before all have read the verdict
         if reports:
             self._report.end(verdict)
-            self._signal(verdict, signal.SIGKILL)
+            self._kill(verdict)
         self._decided.set()
         error = verdict.error()
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
@@ -196,6 +198,16 @@ class Watchdog:
             if rank not in verdict.ranks and slot.state not in ("absent", "done", "failed")
         ]
         return min(others or verdict.ranks)
+
+    def _kill(self, verdict: Verdict) -> None:
+        """Ends the processes of the named ranks: those that can leave by themselves have a second for it."""
+        deadline = time.monotonic() + 2 * POLL_SECONDS
+        slots = [self._seen[rank] for rank in verdict.ranks if rank != self._rank]
+        while time.monotonic() < deadline:
+            if all(process_state(slot.pid, slot.started).state != "running" for slot in slots):
+                break
+            time.sleep(POLL_SECONDS / 10)
+        self._signal(verdict, signal.SIGKILL)
 
     def _signal(self, verdict: Verdict, number: int) -> None:
         """Sends a signal to the named ranks whose processes still exist, except this one."""

@@ -43,7 +43,7 @@ from megalin.train.shard_check import verify_shards
 from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
-from megalin.train.stragglers import StragglerMonitor
+from megalin.train.stragglers import StragglerMonitor, queue_seconds
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
@@ -211,7 +211,8 @@ class TrainingLoop:
         train = self.config.train
         rate = learning_rate(self.config.optimizer, self.config.schedule, step - 1, train.steps)
         self._heartbeat.step = step
-        started, waited = time.perf_counter(), self._heartbeat.wait_seconds
+        started = time.perf_counter() - queue_seconds()  # a clock that stands still without a CPU
+        waited = self._heartbeat.wait_seconds
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
         self._own_seconds = self._watch_own_time(step, data, started, waited)
@@ -231,7 +232,7 @@ class TrainingLoop:
             slow = self._stragglers.add(data.own_seconds)
             if slow and self.mesh.is_first_rank:
                 _log.warning("step %d: %s", step, slow)
-        return time.perf_counter() - started - (self._heartbeat.wait_seconds - waited)
+        return max(0.0, time.perf_counter() - queue_seconds() - started - (self._heartbeat.wait_seconds - waited))
 
     def _describe_samples(self, step: int) -> str:
         return describe_samples(self.config, self.data, self.mesh, step)

@@ -1,7 +1,8 @@
 """Warning about a rank that is slower than the others, by the ranks' own time in each step.
 
 In a synchronous run all ranks have the same step time: they wait for the slowest one. A rank's own time is that of the
-launch of a step less the time in which it waits for others in collectives, so only the slow rank's grows.
+launch of a step less the time in which it waits for others in collectives, so only the slow rank's grows. Time in which
+the thread could run and had no CPU does not count: with more processes than CPUs the ranks take turns at being slow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 WINDOW = 10
@@ -22,6 +24,14 @@ LEAST_SECONDS = 2e-3
 """Difference from the median below which no rank is slow: steps of a few milliseconds."""
 PAUSE = 1000
 """Steps between two warnings."""
+
+
+def queue_seconds() -> float:
+    """Time in which this thread could run and waited for a CPU, so far; 0 where the kernel does not count it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class SlowestRank(NamedTuple):
