@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -43,7 +42,7 @@ from megalin.train.shard_check import verify_shards
 from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
-from megalin.train.stragglers import StragglerMonitor, queue_seconds
+from megalin.train.stragglers import OwnTime, StragglerMonitor
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
@@ -211,11 +210,11 @@ class TrainingLoop:
         train = self.config.train
         rate = learning_rate(self.config.optimizer, self.config.schedule, step - 1, train.steps)
         self._heartbeat.step = step
-        started = time.perf_counter() - queue_seconds()  # a clock that stands still without a CPU
-        waited = self._heartbeat.wait_seconds
+        own_time = OwnTime(self._heartbeat.wait_seconds)
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
-        self._own_seconds = self._watch_own_time(step, data, started, waited)
+        self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
+        self._watch_own_times(step, data)
         if self._is_due(step):
             self.engine.timer.pause()  # evaluations and checkpoints count for no step
             self.mesh.launch_order.compare()  # else this rank may wait forever, or save wrong weights
@@ -223,16 +222,14 @@ class TrainingLoop:
             step, pending, rate, data.wait_seconds, data.wait_rank, self._stragglers.slowest, data.digest
         )
 
-    def _watch_own_time(self, step: int, data: StepData, started: float, waited: float) -> float:
-        """Adds the ranks' own times in the launch of the step before, and returns this rank's in that of `step`: since
-        `started`, without the waits since `waited`. On GPUs the host's time is not that of the step, and the stages of
-        a pipeline differ."""
+    def _watch_own_times(self, step: int, data: StepData) -> None:
+        """Warns of a slow rank, by the ranks' own times in the launch of the step before. On GPUs the host's time is
+        not that of the step, and the stages of a pipeline differ."""
         comparable = self.mesh.device.type in SYNCHRONOUS_DEVICES and self.mesh.pp.size == 1
         if comparable and step > self.resumed_step + 2:  # the first step compiles
             slow = self._stragglers.add(data.own_seconds)
             if slow and self.mesh.is_first_rank:
                 _log.warning("step %d: %s", step, slow)
-        return max(0.0, time.perf_counter() - queue_seconds() - started - (self._heartbeat.wait_seconds - waited))
 
     def _describe_samples(self, step: int) -> str:
         return describe_samples(self.config, self.data, self.mesh, step)

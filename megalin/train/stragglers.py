@@ -8,6 +8,7 @@ the thread could run and had no CPU does not count: with more processes than CPU
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,32 @@ CONFIRMATION = 10
 MOST_RATIO = 1.4
 """Ratio of a rank's own time to the ranks' median above which it is slow. Of an even number of ranks the lower one of
 the two in the middle, so that of two ranks the slow one differs from it."""
-LEAST_SECONDS = 2e-3
+LEAST_SECONDS = 5e-3
 """Difference from the median below which no rank is slow: steps of a few milliseconds."""
 PAUSE = 1000
 """Steps between two warnings."""
 
 
-def queue_seconds() -> float:
+class OwnTime:
+    """Measures the own time of this rank's main thread from its creation on.
+
+    It is the wall-clock time without waits for other ranks and for a CPU, at least the CPU time: a wait for a CPU may
+    fall into a wait for another rank, and is then subtracted twice.
+
+    Args:
+        wait_seconds: waits for other ranks so far.
+    """
+
+    def __init__(self, wait_seconds: float) -> None:
+        self._working, self._cpu = time.perf_counter() - _queue_seconds() - wait_seconds, time.thread_time()
+
+    def seconds(self, wait_seconds: float) -> float:
+        """The own time until now."""
+        working = time.perf_counter() - _queue_seconds() - wait_seconds
+        return max(working - self._working, time.thread_time() - self._cpu)
+
+
+def _queue_seconds() -> float:
     """Time in which this thread could run and waited for a CPU, so far; 0 where the kernel does not count it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
