@@ -24,6 +24,8 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    if not gc.get_freeze_count():  # since a run of the trainer in this process, whose end lets all objects go
+        gc.freeze()
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

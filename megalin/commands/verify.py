@@ -76,7 +76,7 @@ def _make_case(
     arguments: argparse.Namespace, config: _VerifyConfig, parallel: ParallelConfig, *, data_size: int
 ) -> Case:
     """Builds the comparison. Raises ConfigError as `check_full_size` and `make_case`."""
-    check_full_size(config.model, parallel)
+    check_full_size(config.model, parallel, arguments.dtype)
     return make_case(
         config.model,
         parallel,

@@ -54,17 +54,24 @@ def outcome(endings: Sequence[Ending]) -> GroupEnd:
     wrong = [ending for ending in failed if not is_preempted(ending)]
     if not wrong:
         return GroupEnd(PreemptedError.exit_code, None)
+    stalled = next((ending for ending in wrong if ending.code == RankStalledError.exit_code), None)
+    if stalled is not None and all(ending.code <= 0 or ending.code in _CONSEQUENCES for ending in wrong):
+        return GroupEnd(stalled.code, stalled)  # the watchdogs have killed the rank that stalled
     culprit = next((ending for ending in wrong if ending.code not in _CONSEQUENCES), wrong[0])
     return GroupEnd(culprit.code if culprit.code > 0 else RankFailedError.exit_code, culprit)
 
 
-def grace_seconds(ending: Ending) -> float:
-    """Time that the other ranks have after this end of a rank to end by themselves."""
+def grace_seconds(ending: Ending, *, accused: bool) -> float:
+    """Time that the other ranks have after this end of a rank to end by themselves.
+
+    Args:
+        accused: watchdogs end the run because of a rank, which they name.
+    """
     if ending.code == 0 and ending.finished:
         return float("inf")  # rank 0 draws the loss curve
     if is_preempted(ending):
         return 10.0
-    return 3.0 if ending.code > 0 else 1.0
+    return 3.0 if ending.code > 0 or accused else 0.0
 
 
 def describe_end(ending: Ending) -> str:

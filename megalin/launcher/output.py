@@ -70,17 +70,23 @@ class RawOutput:
             self._file = None
 
 
+_VERDICTS = (b"RankFailedError: ", b"RankStalledError: ")
+"""Starts of lines that a rank's watchdog writes to descriptor 2, as its main thread may hold all else."""
+
+
 class _Waiting(NamedTuple):
     due: float
     rank: int
     text: str
+    prefix: str | None
+    """Text before the line; None if the rank itself has shown it."""
 
 
 class RankOutput:
     """Lines of the ranks: `raw` keeps all of them, and those for people are shown on standard error.
 
     Rank 0 shows its own lines, on a live view if there is one. A line of another rank is shown with its number, unless
-    a rank has shown the same line just before.
+    a rank has shown the same line just before. Verdicts of watchdogs are shown too.
     """
 
     def __init__(self) -> None:
@@ -88,6 +94,7 @@ class RankOutput:
         self._rests: dict[tuple[int, bool], bytes] = {}
         self._waiting: deque[_Waiting] = deque()
         self._recent: deque[_Waiting] = deque()
+        self._shows_missing = True
 
     def add(self, rank: int, data: bytes, now: float, *, shown: bool) -> None:
         """Adds output of a rank.
@@ -102,9 +109,12 @@ class RankOutput:
         self._rests[rank, shown] = rest
         for line in lines:
             self.raw.write(b"rank %d: %b\n" % (rank, line))
+            text = line.decode(errors="backslashreplace").rstrip()
             if shown:
-                text = line.decode(errors="backslashreplace").rstrip()
-                self._waiting.append(_Waiting(now + (_DELAY_SECONDS if rank else 0.0), rank, text))
+                delay, prefix = (_DELAY_SECONDS, f"rank {rank}: ") if rank else (0.0, None)
+                self._waiting.append(_Waiting(now + delay, rank, text, prefix))
+            elif line.startswith(_VERDICTS):
+                self._waiting.append(_Waiting(now, rank, text, ""))
 
     def show(self, now: float, *, rest: bool = False) -> None:
         """Shows the lines that are due; with `rest`, all that wait."""
@@ -114,10 +124,15 @@ class RankOutput:
         self._waiting = deque(line for line in self._waiting if not rest and line.due > now)
         for line in sorted(due, key=lambda line: line.rank > 0):
             same = any(line.text == other.text and line.rank != other.rank for other in self._recent)
-            if line.rank and line.text and not same:
-                print(f"rank {line.rank}: {line.text}", file=sys.stderr)
+            missing = line.text.startswith("RankFailedError: ") and not self._shows_missing
+            if line.prefix is not None and line.text and not same and not missing:
+                print(f"{line.prefix}{line.text}", file=sys.stderr)
             self._recent.append(line)
         sys.stderr.flush()
+
+    def hide_missing_ranks(self) -> None:
+        """Shows no more errors of ranks that miss another one: it has ended, and the reason is known."""
+        self._shows_missing = False
 
     def finish(self, rank: int, now: float) -> None:
         """Adds the last line of a rank that has ended, if it lacks its end."""

@@ -63,11 +63,13 @@ class RunFiles:
                 events.write(step, {"time": now, "kind": "error", "message": message})
                 events.close()
 
-    def close(self) -> None:
-        """Removes the temporary folder; the heartbeats of a run that had begun stay in its folder."""
-        if self.begun and self.path.parent == self._temporary:
-            with contextlib.suppress(OSError):
+    def close(self, *, keep: bool) -> None:
+        """Removes the temporary folder; with `keep`, the heartbeats of a run that had begun stay in its folder."""
+        with contextlib.suppress(OSError):
+            if keep and self.begun and self.path.parent == self._temporary:
                 shutil.copyfile(self.path, self.folder / HEARTBEATS_NAME)
+            elif self.begun and not keep:
+                self.path.unlink()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 

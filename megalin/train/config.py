@@ -266,7 +266,7 @@ def check_launch(config: RunConfig, world_size: int) -> None:
     checks: list[Callable[[], object]] = [
         lambda: _check_step(config, world_size),
         lambda: check_model(config.model, config.parallel, config.data.sequence_length),
-        lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train), world_size),
+        lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train)),
     ]
     problems = []
     for check in checks:

@@ -49,16 +49,7 @@ def float8_problems(train: TrainConfig, parallel: ParallelConfig, length: int) -
             f'{name} with train.engine = "deepspeed": scales of weights are computed from the fp32 weights after each '
             'update, which DeepSpeed keeps inside of its optimizer; use engine = "fsdp2", or leave matmul_dtype out'
         )
-    if parallel.tp_overlap == "symmetric_memory" and parallel.may_use_async_tp:
-        problems.append(
-            f'{name} with parallel.tp_overlap = "symmetric_memory", whose matmuls run in chunks of bf16 numbers; use '
-            'tp_overlap = "auto" or "none", or leave matmul_dtype out'
-        )
-    if parallel.pp > 1 and parallel.pp_schedule == "zero_bubble":
-        problems.append(
-            f'{name} with parallel.pp_schedule = "zero_bubble", which computes the gradients of weights and of '
-            'activations separately, but an FP8 layer gives both; use pp_schedule = "interleaved" or "1f1b"'
-        )
+    problems += mesh_problems(parallel)
     tokens = train.micro_batch_size * length // parallel.cp
     if train.float8_weight_gradient and tokens % ALIGNMENT:
         problems.append(
@@ -69,18 +60,28 @@ def float8_problems(train: TrainConfig, parallel: ParallelConfig, length: int) -
     return problems
 
 
-def check_float8_layers(
-    model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings | None, world_size: int
-) -> None:
-    """Raises ConfigError for a model without a layer for FP8, for sizes that do not fit, and for several ranks; needs
-    no process group."""
+def mesh_problems(parallel: ParallelConfig) -> list[str]:
+    """Settings of a mesh that FP8 matmuls do not support."""
+    name, problems = 'train.matmul_dtype = "float8"', []
+    if parallel.tp_overlap == "symmetric_memory" and parallel.may_use_async_tp:
+        problems.append(
+            f'{name} with parallel.tp_overlap = "symmetric_memory", whose matmuls run in chunks of bf16 numbers; use '
+            'tp_overlap = "auto" or "none", or leave matmul_dtype out'
+        )
+    if parallel.pp > 1 and parallel.pp_schedule == "zero_bubble":
+        problems.append(
+            f'{name} with parallel.pp_schedule = "zero_bubble", which computes the gradients of weights and of '
+            'activations separately, but an FP8 layer gives both; use pp_schedule = "interleaved" or "1f1b"'
+        )
+    return problems
+
+
+def check_float8_layers(model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings | None) -> None:
+    """Raises ConfigError for a mesh or a model that FP8 matmuls do not support; needs no process group."""
     if settings is not None:
+        if problems := mesh_problems(parallel):
+            raise ConfigError("\n".join(problems))
         planned_layers(model, parallel, settings)
-        if world_size > 1:
-            raise ConfigError(
-                f'train.matmul_dtype = "float8" on {world_size} ranks is not yet supported; start one rank, or leave '
-                "matmul_dtype out"
-            )
 
 
 def planned_layers(model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings) -> Float8Layers:

@@ -9,12 +9,21 @@ import torch
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_samples
 from megalin.errors import ConfigError
+from megalin.layers.mixers.base import MixerConfig
+from megalin.layers.mixers.ffn import FFNConfig
+from megalin.layers.mixers.glu import GLUConfig
+from megalin.layers.mixers.softmax import SoftmaxConfig
 from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
+from megalin.ops.scaled_linear import ALIGNMENT
 from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.float8_layers import MIN_WIDTH, Float8Settings
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.config import check_model
+from megalin.train.float8 import check_float8_layers
 
 SAMPLES_PER_RANK = 2
+FLOAT8_MIN_WIDTH = 16
+"""Width of the layers of shrunk models from which they multiply in FP8."""
 HEAD_DIM = 8
 """Width of a head of shrunk models."""
 PREDICTIONS = 11
@@ -22,7 +31,7 @@ PREDICTIONS = 11
 
 _FIRST_DRAW = 2**33 - 3
 
-DtypeName = Literal["float64", "float32", "bfloat16"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float8"]
 
 
 class Case(NamedTuple):
@@ -33,17 +42,26 @@ class Case(NamedTuple):
     data_size: int
     """Groups of ranks that read different samples, dp."""
     dtype: DtypeName
-    """Compute dtype; weights are stored in fp32, or in fp64 for float64."""
+    """Compute dtype; weights are stored in fp32, or in fp64 for float64. float8: fp64 around e4m3 operands of the
+    blocks' wide linear layers."""
     length: int
     """Tokens per sequence."""
     recompute: bool
     """True if the parallel run recomputes activations."""
     seed: int = 0
+    float8_min_width: int = FLOAT8_MIN_WIDTH
+    """Smallest width of a layer that multiplies in FP8, for dtype float8."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The torch dtype."""
-        return {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return dtypes.get(self.dtype, torch.float64)
+
+    @property
+    def float8(self) -> Float8Settings | None:
+        """The FP8 matmuls; None for another dtype."""
+        return Float8Settings(self.float8_min_width) if self.dtype == "float8" else None
 
     @property
     def world_size(self) -> int:
@@ -56,8 +74,8 @@ class Case(NamedTuple):
         return 2 * self.parallel.pp
 
 
-def shrink(model: AnyModelConfig, tp: int, cp: int = 1, num_stages: int = 1) -> AnyModelConfig:
-    """The structure of `model` at a size that is verified in seconds.
+def shrink(model: AnyModelConfig, tp: int, cp: int = 1, num_stages: int = 1, *, float8: bool = False) -> AnyModelConfig:
+    """The structure of `model` at a size that is verified in seconds; for `float8`, 16 divides the sizes of a rank.
 
     Every kind of block stays, each at most twice, or once more than there are stages; at least two heads per rank, a
     GLU width that differs from every other dimension, and a vocabulary that needs padding.
@@ -66,9 +84,25 @@ def shrink(model: AnyModelConfig, tp: int, cp: int = 1, num_stages: int = 1) -> 
     # The vocabulary is padded to a multiple of 128, which tp 3 or 5 does not divide: use a larger vocabulary then.
     vocab_size = 128 * tp - 28 if 128 % tp else 300
     repeat = 2 if num_stages == 1 else num_stages + 1
-    return shrink_to(
+    shrunk = shrink_to(
         model, num_heads=num_heads, repeat=repeat, vocab_size=vocab_size, max_positions=shrunk_length(tp * cp) + 5
     )
+    if not float8:
+        return shrunk
+    layers = [
+        block.model_copy(update={"sublayers": [_aligned(s, shrunk.hidden_size, tp) for s in block.sublayers]})
+        for block in shrunk.layers
+    ]
+    return shrunk.model_copy(update={"layers": layers})
+
+
+def _aligned(sublayer: MixerConfig, hidden_size: int, tp: int) -> MixerConfig:
+    """A shrunk sub-layer with widths of a rank that 16 divides, which still differ from the model's width."""
+    if isinstance(sublayer, GLUConfig | FFNConfig):
+        return sublayer.model_copy(update={"intermediate_size": hidden_size + ALIGNMENT * tp})
+    if isinstance(sublayer, SoftmaxConfig) and sublayer.head_dim is not None:
+        return sublayer.model_copy(update={"head_dim": HEAD_DIM})
+    return sublayer
 
 
 def shrink_to(
@@ -93,11 +127,13 @@ def shrink_to(
     return model.model_copy(update=update)
 
 
-def check_full_size(model: AnyModelConfig, parallel: ParallelConfig) -> None:
+def check_full_size(model: AnyModelConfig, parallel: ParallelConfig, dtype: DtypeName) -> None:
     """Raises ConfigError where `megalin train` refuses the mesh for the model at its full size. The shrunk model has
     sizes that fit any mesh, so its comparison cannot show that."""
     widest = max(sub.widest_window or 1 for _, block in model.blocks() for sub in block.sublayers)
     check_model(model, parallel, widest)
+    if dtype == "float8":
+        check_float8_layers(model, parallel, Float8Settings())
 
 
 def shrunk_length(num_shards: int) -> int:
@@ -195,7 +231,8 @@ def make_case(
             by the mesh; a size that tp does not divide; a model that cannot split its sequences.
     """
     num_stages = parallel.pp * parallel.pp_stages_per_rank
-    chosen = model if full else shrink(model, parallel.tp, parallel.cp, num_stages)
+    float8 = dtype == "float8"
+    chosen = model if full else shrink(model, parallel.tp, parallel.cp, num_stages, float8=float8)
     num_shards = parallel.tp * parallel.cp
     length = (shrunk_length(num_shards) if not full else 8 * num_shards * 9) if length is None else length
     if length < 1:
@@ -216,4 +253,7 @@ def make_case(
     if problem := parallel.split_backward_problem(recompute=recompute, compiled=False):
         raise ConfigError(f"parallel.{problem}")
     check_model(chosen, parallel, length)
-    return Case(chosen, parallel, data_size, dtype, length, recompute)
+    min_width = MIN_WIDTH if full else FLOAT8_MIN_WIDTH
+    if float8:
+        check_float8_layers(chosen, parallel, Float8Settings(min_width))
+    return Case(chosen, parallel, data_size, dtype, length, recompute, float8_min_width=min_width)

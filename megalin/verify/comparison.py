@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from megalin.verify.case import Case
+from megalin.verify.float8 import CODES, MAGNITUDES, SCALES
 from megalin.verify.outcome import OPTIMIZER, Outcome
 
-RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-5}
+RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-5, "float8": 1e-10}
 """Bound of ||a - b|| / ||b|| of logits, losses, gradients and their norm; in bf16 the smallest of their bounds."""
-WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3}
+WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3, "float8": 1e-7}
 """Bound of the root mean square difference of a weight after the step, in units of the learning rate. AdamW divides
 each gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16: from
 the same gradients, so only the rounding of weights in fp32 remains, 5e-4 at a magnitude of 8."""
 ROUNDING_FACTOR = 2.0
 """Factor on the measured rounding of one process; the product is the bound for tensors of the same role."""
+
+COUNTED = (CODES, SCALES, MAGNITUDES)
+"""Kinds of tensors of which the error is the number of elements that differ, and the bound zero."""
 
 Rounding = Mapping[str, float]
 """Largest relative error of one process by role: in bf16 against fp32, or in fp32 against fp64."""
@@ -31,6 +35,13 @@ class TensorError(NamedTuple):
     name: str
     error: float
     bound: float
+
+    @property
+    def ratio(self) -> float:
+        """The error in units of its bound; infinite beyond a bound of zero."""
+        if self.bound == 0.0:
+            return 0.0 if self.error == 0.0 else float("inf")
+        return self.error / self.bound
 
     @property
     def passed(self) -> bool:
@@ -52,6 +63,8 @@ def compare(
     rows = []
     for name, expected in truth.items():
         bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
+        if kind(name) in COUNTED:
+            bound = 0.0
         if rounding is not None:
             bound = max(bound, ROUNDING_FACTOR * rounding.get(role(name), 0.0))
         rows.append(TensorError(name, error(name, outcome[name], expected, device), bound))
@@ -59,7 +72,8 @@ def compare(
 
 
 def kind(name: str) -> str:
-    """Kind of an outcome's tensor: logits, token_losses, loss, grad_norm, gradient or weight."""
+    """Kind of an outcome's tensor: logits, token_losses, loss, grad_norm, gradient or weight; codes, scales or
+    magnitudes of FP8 matmuls."""
     return name.partition(":")[0].partition(".")[0]
 
 
@@ -72,6 +86,8 @@ def error(name: str, actual: Tensor, expected: Tensor, device: torch.device) -> 
     """The difference in the units of the bounds, summed in fp64 on `device`; inf for another shape."""
     if actual.shape != expected.shape:
         return float("inf")
+    if kind(name) in COUNTED:
+        return float((actual != expected).sum())
     actual, expected = actual.to(device, torch.float64), expected.to(device, torch.float64)
     difference = (actual - expected).norm().item()
     if kind(name) == "weight":

@@ -17,6 +17,7 @@ from megalin.model.config import EncoderConfig
 from megalin.ops.scans.transition import DiagonalDecay, ShardDocuments, Transition
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel, ExchangeName
+from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.pipeline_parallel import PipelineParallel
@@ -58,6 +59,20 @@ class _DroppedPartialGradient(TensorParallel):
 
     def all_reduce_gradient(self, weight: Tensor) -> Tensor:
         return weight
+
+
+class _OwnScale(TensorParallel):
+    """Scales a row of FP8 codes by the maximum of this rank's part of it."""
+
+    def max_over_shards(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _NeighboursScale(TensorParallel):
+    """Scales a token's FP8 codes by the magnitude of the token before it."""
+
+    def max_over_shards(self, x: Tensor) -> Tensor:
+        return super().max_over_shards(x).roll(1, 0)
 
 
 class _LocalCount(Mesh):
@@ -222,11 +237,29 @@ def _reverse_blocks(model: nn.Module, mesh: Mesh) -> None:
             stage.blocks.add_module(name, block)
 
 
+def _float8_matmuls(model: nn.Module) -> list[Float8Matmuls]:
+    return [module for module in model.modules() if isinstance(module, Float8Matmuls)]
+
+
+def _keep_scales(model: nn.Module, mesh: Mesh) -> None:
+    """Keeps the scales of the initial weights."""
+    for matmuls in _float8_matmuls(model):
+        matmuls.set_weight_magnitudes = lambda *_: None  # type: ignore[method-assign]
+
+
+def _transpose_scales(model: nn.Module, mesh: Mesh) -> None:
+    """Scales the rows of weights by those of their transposes, and the other way round."""
+    for matmuls in _float8_matmuls(model):
+        outputs, inputs = matmuls.out_magnitudes.clone(), matmuls.in_magnitudes.clone()
+        repeats = max(len(outputs), len(inputs))
+        matmuls.set_weight_magnitudes(inputs.repeat(repeats)[: len(outputs)], outputs.repeat(repeats)[: len(inputs)])
+
+
 class Fault(NamedTuple):
     """Description of a mistake and of the way it is planted."""
 
     name: str
-    axis: Literal["tp", "data", "cp", "pp"]
+    axis: Literal["tp", "data", "cp", "pp", "any"]
     """Axis that exposes it, with 2 ranks, or 3 for cp, since the state that enters the first of two ranks is zero."""
     tensor_parallel: type[TensorParallel] = TensorParallel
     context_parallel: type[ContextParallel] = ContextParallel
@@ -238,6 +271,8 @@ class Fault(NamedTuple):
     has neither), with a stage of several blocks, or with tied embeddings: the case gets a block with both, and ties."""
     decoder_only: bool = False
     """True if it is in a code path that encoders do not have."""
+    float8: bool = False
+    """True if it is in FP8 matmuls."""
     exchange: ExchangeKind | None = None
     """Communication between sequence shards that a model must have for the fault to be visible."""
 
@@ -268,6 +303,10 @@ FAULTS = (
     Fault("unsummed_copies", "pp", pipeline_parallel=_UnsummedCopies, needs_low_rank=True),
     Fault("reversed_blocks", "pp", after_init=_reverse_blocks, needs_low_rank=True),
     Fault("count_of_one_micro_batch", "pp", mesh=_CountOfOneMicroBatch),
+    Fault("scale_of_one_rank", "tp", tensor_parallel=_OwnScale, float8=True),
+    Fault("neighbours_token_scale", "tp", tensor_parallel=_NeighboursScale, float8=True),
+    Fault("stale_weight_scale", "any", after_init=_keep_scales, float8=True),
+    Fault("transposed_weight_scale", "any", after_init=_transpose_scales, float8=True),
 )
 
 
@@ -275,6 +314,7 @@ def visible_faults(case: Case, made: set[ExchangeKind]) -> list[Fault]:
     """The faults that are visible on the mesh of `case`, in a model of its kind with the communication `made`."""
     parallel, encoder = case.parallel, isinstance(case.model, EncoderConfig)
     data_size = case.data_size * parallel.cp
-    visible = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1}
+    visible = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1, "any": True}
     faults = [fault for fault in FAULTS if visible[fault.axis] and not (encoder and fault.decoder_only)]
+    faults = [fault for fault in faults if case.float8 is not None or not fault.float8]
     return [fault for fault in faults if fault.exchange is None or fault.exchange in made]

@@ -17,6 +17,7 @@ from megalin.model.language_model import ModelOutput
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.collectives import Axis, all_gather, all_reduce
 from megalin.parallel.cross_entropy import IGNORED_LABEL
+from megalin.parallel.float8_layers import enable_float8, update_weight_magnitudes
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.messages import gather_tensors
@@ -24,7 +25,8 @@ from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import accumulate_gradients, apply_gradients
-from megalin.verify.case import Case, make_batches, rank_batches
+from megalin.verify.case import SAMPLES_PER_RANK, Case, make_batches, rank_batches
+from megalin.verify.float8 import OperandRecorder, weight_magnitudes
 
 Outcome = dict[str, Tensor]
 """Full tensors by name: logits.<m>, token_losses.<m>, loss, grad_norm, gradient:<p>, weight:<p>; for an encoder also
@@ -35,6 +37,10 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
 the weights."""
 
 
+STEPPED = "stepped_"
+"""Prefix of the logits and losses of a forward after the step."""
+
+
 class _Head(NamedTuple):
     """Output of one head of the model for a batch."""
 
@@ -42,6 +48,14 @@ class _Head(NamedTuple):
     logits: Tensor  # [..., V/tp or classes]
     losses: Tensor  # [...]
     labels: Tensor  # [...]
+
+
+class _Axes(NamedTuple):
+    """The axes over which the logits of a batch are sharded; by default those of one process."""
+
+    tp: Axis = Axis("tp")
+    cp: Axis = Axis("cp")
+    samples: Axis = Axis("samples")
 
 
 @torch.no_grad()
@@ -81,6 +95,23 @@ def _full_sequences(head: _Head, tensor: Tensor, full: AnyBatch, axis: Axis) -> 
     return total if tensor is head.losses else total / axis.size
 
 
+def _forward_outcome(
+    case: Case, axes: _Axes, model: TrainedModel, batch: AnyBatch, full: AnyBatch, index: int
+) -> Outcome:
+    """Logits and losses of a forward of this rank's part of micro-batch `index`, those of the full one."""
+    outcome: Outcome = {}
+    for head in _heads(batch, _forward(model, batch)):
+        logits = head.logits
+        if not head.prefix:
+            logits = all_gather(logits, axes.tp, dim=-1)[..., : case.model.vocab_size]
+        # clone: a collective's result is waited for at its first use, and only rank 0 uses the outcome.
+        found = {f"{head.prefix}logits": logits, f"{head.prefix or 'token_'}losses": head.losses}
+        for name, tensor in found.items():
+            sequences = _full_sequences(head, tensor, full, axes.cp)
+            outcome[f"{name}.{index}"] = all_gather(sequences, axes.samples, dim=0).clone().cpu()
+    return outcome
+
+
 def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh], None] | None = None) -> Outcome:
     """Runs the step on the mesh with the training code; a collective. Every rank gets the full outcome, in host memory.
 
@@ -94,24 +125,19 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
         recompute=case.recompute,
         compile_blocks=False,
         seed=case.seed,
+        float8=case.float8,
     )
     if after_init is not None:
         after_init(model, mesh)
     optimizer = build_optimizer(model, OPTIMIZER, no_decay=())
-    full = make_batches(case)
+    full, axes = make_batches(case), _Axes(mesh.tp.axis, mesh.cp.axis, mesh.samples)
     batches = rank_batches(full, mesh)
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
-        for head in _heads(batch, _forward(model, batch)):
-            logits = head.logits
-            if not head.prefix:
-                logits = all_gather(logits, mesh.tp.axis, dim=-1)[..., : case.model.vocab_size]
-            # clone: a collective's result is waited for at its first use, and only rank 0 uses the outcome.
-            found = {f"{head.prefix}logits": logits, f"{head.prefix or 'token_'}losses": head.losses}
-            for name, tensor in found.items():
-                sequences = _full_sequences(head, tensor, full[index], mesh.cp.axis)
-                outcome[f"{name}.{index}"] = all_gather(sequences, mesh.samples, dim=0).clone().cpu()
+        outcome |= _forward_outcome(case, axes, model, batch, full[index], index)
+    recorder = OperandRecorder(model)
     losses, counts = accumulate_gradients(model, batches, mesh)
+    outcome |= recorder.tensors(SAMPLES_PER_RANK, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         # A copy: without sharding the full gradient is the gradient itself, which clipping scales in place.
@@ -121,6 +147,9 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
+    if case.float8 is not None:  # a forward with the scales of the changed weights
+        stepped = _forward_outcome(case, axes, model, batches[0], full[0], 0)
+        outcome |= {f"{STEPPED}{name}": tensor for name, tensor in stepped.items()} | weight_magnitudes(model, mesh)
     return _merge(gather_tensors(outcome, mesh.pp.group))
 
 
@@ -152,6 +181,7 @@ def run_reference(
     wide = torch.promote_types(dtype, torch.float32)
     model = _build_initialized(case, wide, device, recompute=recompute)
     # As on the mesh: the optimizer's weights and gradient sums are wide, the weights of the forward are not.
+    recorder = OperandRecorder(model)
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
     precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
@@ -181,8 +211,22 @@ def run_reference(
     for name, master in masters.items():
         outcome[f"gradient:{name}"], master.grad = gradients[name].clone(), gradients[name]
     outcome["loss"] = total
+    outcome |= recorder.tensors(SAMPLES_PER_RANK * case.data_size)
     outcome |= _step(masters)
     return outcome
+
+
+@torch.no_grad()
+def run_stepped(case: Case, weights: Outcome, device: torch.device) -> Outcome:
+    """Runs one process's forward of the first micro-batch with the weights `weight:<p>` of another outcome; returns
+    logits and losses under `STEPPED`, and the weights' magnitudes."""
+    model = _build_initialized(case, case.compute_dtype, device)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[f"weight:{name}"])
+    model.after_optimizer_step()
+    batch = batch_to(make_batches(case)[0], device)
+    stepped = _forward_outcome(case, _Axes(), model, batch, batch, 0)
+    return {f"{STEPPED}{name}": tensor for name, tensor in stepped.items()} | weight_magnitudes(model)
 
 
 def on_host(outcome: Outcome) -> Outcome:
@@ -208,8 +252,11 @@ def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
 def _build_initialized(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: bool = False) -> Model:
     """Builds the full model with its initial weights."""
     model = make_model(case.model, recompute=recompute).to(dtype)
+    if case.float8 is not None:
+        enable_float8(model, model.block_list(), case.float8)
     model.to_empty(device=device)
     init_weights(model, case.seed)
+    update_weight_magnitudes(model)
     return model
 
 

@@ -13,9 +13,12 @@ from megalin.checkpoint.tensors import weights
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.tensor_parallel import full_tensor
-from tests.cases import CASES, NAMES, Case
+from tests.cases import CASES, Case
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
+from tests.verify.meshes import every_mixer
+
+SETS = {"every mixer": [every_mixer()], "every case": list(CASES)}
 
 
 def _model(case: Case, tp: int) -> LanguageModel:
@@ -26,15 +29,15 @@ def _model(case: Case, tp: int) -> LanguageModel:
     return model
 
 
-def _save(folder: str, tp: int) -> None:
-    for case in CASES:
+def _save(folder: str, tp: int, which: str) -> None:
+    for case in SETS[which]:
         save(Path(folder) / case.name, step=1, tensors=weights(_model(case, tp)), state={})
 
 
-def _load(folder: str, tp: int) -> list[str]:
+def _load(folder: str, tp: int, which: str) -> list[str]:
     """Names of tensors that differ after loading."""
     different = []
-    for case in CASES:
+    for case in SETS[which]:
         model = _model(case, tp)
         expected = {name: full_tensor(tensor.detach()).clone() for name, tensor in weights(model).items()}
         for tensor in weights(model).values():
@@ -48,16 +51,9 @@ def _load(folder: str, tp: int) -> list[str]:
     return different
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(2, _save, str(folder), 2)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("world_size", "tp"), [(1, 1), (4, 4), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3))]
-)
-def test_saved_on_one_mesh_loads_on_another(saved: Path, world_size: int, tp: int):
-    assert run_ranks(world_size, _load, str(saved), tp) == [[]] * world_size
+@pytest.mark.parametrize("which", ["every mixer", pytest.param("every case", marks=pytest.mark.slow)])
+def test_saved_on_one_mesh_loads_on_another(tmp_path: Path, which: str):
+    run_ranks(2, _save, str(tmp_path), 2, which)
+    assert len(list(tmp_path.iterdir())) == len(SETS[which])
+    for world_size, tp in [(1, 1), (4, 4), *([(2, 1), (3, 1)] if which == "every case" else [])]:
+        assert run_ranks(world_size, _load, str(tmp_path), tp, which) == [[]] * world_size, (world_size, tp)

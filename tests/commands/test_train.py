@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -16,10 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalin.__main__ import main
 from megalin.train.run_folder import RunFolder
 from tests.model_runs import losses, metrics, steps_saved, write_config, write_shard
+from tests.ranks import run_ranks
 
 CONFIG, DATA, CHECKPOINT, STORAGE, NUMERIC = 2, 3, 4, 5, 8
 """Exit codes of the error classes."""
@@ -105,18 +109,45 @@ def test_finished_run_is_reported_as_finished(run, config, capsys):
     assert "step 12 of 12 (nothing left to do)" in capsys.readouterr().out
 
 
-def test_torchrun_trains_with_tensor_parallel_ranks(config, trained, tmp_path):
+def _under_torchrun(arguments: list[str], port: int) -> str:
+    """Output of both ranks, in processes of their own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    done = subprocess.run(
+        [*command, "-m", "megalin", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _launched_rank(arguments: list[str], port: int) -> str:
+    """Output of a rank with the environment of a launcher."""
+    launch = {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_RANK": dist.get_rank(), "MASTER_PORT": port}
+    dist.destroy_process_group()
+    os.environ |= {name: str(value) for name, value in launch.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(arguments) == 0
+    return printed.getvalue()
+
+
+def _in_forked_ranks(arguments: list[str], port: int) -> str:
+    return "".join(run_ranks(2, _launched_rank, arguments, port))
+
+
+@pytest.mark.parametrize(
+    "launch", [_in_forked_ranks, pytest.param(_under_torchrun, marks=pytest.mark.slow)], ids=["environment", "torchrun"]
+)
+def test_a_launcher_trains_with_tensor_parallel_ranks(config, trained, tmp_path, launch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    command += ["-m", "megalin", "train", str(config), "--folder", str(tmp_path / "run"), "parallel.tp=2"]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "validation: loss" in done.stdout
-    assert done.stdout.count("step 12 of 12") == 1
+    printed = launch(["train", str(config), "--folder", str(tmp_path / "run"), "parallel.tp=2"], port)
+    assert "validation: loss" in printed
+    assert printed.count("step 12 of 12") == 1
     assert losses(tmp_path / "run") == pytest.approx(losses(trained), rel=2e-5)
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["mesh"] == {"tp": 2, "cp": 1, "pp": 1, "dp": 1, "zero": 0}
@@ -327,7 +358,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(run, config, trained, capl
     (run / "checkpoints" / ".tmp-step-00000014-0a0b0c0d").mkdir()
     with caplog.at_level(logging.WARNING):
         assert main(["train", str(config), "--folder", str(run)]) == 0
-    assert f"{damaged}: sha256 differs from the manifest: the file has changed" in caplog.text
+    assert f"{damaged}: sha256 differs from manifest.json: the file has changed" in caplog.text
     assert "step-00000010" in caplog.text
     assert "step-00000008" not in caplog.text
     warned = [line["message"] for line in _incidents(run) if line["kind"] == "warning"]

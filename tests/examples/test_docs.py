@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalin.commands.arguments.parser import build_parser
-from megalin.train.config import load_run_config
+from megalin.train.config import check_launch, load_run_config
 from tests.cases import GLU, build, make_inputs, model
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,27 @@ def test_configs_of_pages_are_valid(page, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     config = load_run_config(tmp_path / "mine.toml", ["parallel.tp=2"])
     assert config.data.tokenizer == "shards/tokenizer.json"
+
+
+RANKS = re.compile(r"(?:-nproc-per-node|--num_accelerators|run -n|-ppn \d+ -n) (\d+) .*?megalin train (mine\.toml.*)")
+HOSTS = re.compile(r"--nnodes (\d+)")
+
+
+@pytest.mark.parametrize(
+    ("page", "config"),
+    [("README.md", "README.md"), ("docs/tutorials/several-gpus.md", "docs/tutorials/your-text.md")],
+)
+def test_launches_of_pages_fit_their_config(page, config, tmp_path):
+    """The config that the reader has by then, on the number of ranks of each line."""
+    (tmp_path / "mine.toml").write_text(next(text for language, text in _blocks(ROOT / config) if language == "toml"))
+    lines = (ROOT / page).read_text("utf-8").replace("\\\n", " ").splitlines()
+    launches = [(line, *found.groups()) for line in lines if (found := RANKS.search(line))]
+    assert len(launches) >= 3
+    for line, ranks, command in launches:
+        hosts = HOSTS.search(line)
+        overrides = shlex.split(command, comments=True)[1:]
+        config = load_run_config(tmp_path / "mine.toml", overrides)
+        check_launch(config, int(ranks) * (1 if hosts is None else int(hosts[1])))
 
 
 COMMAND = re.compile(r"^(?: {4})?(?:[^`|\n]*? )?(?:python -m )?(megalin (?:\\\n|[^#\n])*)", re.MULTILINE)

@@ -45,18 +45,29 @@ def write_shards(task: str, *fields: str, examples: int) -> None:
         assert generate_task.main([task, *fields, *arguments]) == 0
 
 
-def test_encoders_train_on_the_shards_of_the_documented_commands(tmp_path, monkeypatch, capsys):
+LISTOPS = (["listops", "min_length=5", "max_length=24"], 24, 64)
+PATHFINDER = (["pathfinder", "image_size=16", "contour_length=8", "num_distractors=1"], 256, 128)
+
+
+@pytest.mark.parametrize(
+    ("shards", "length", "width", "model"),
+    [
+        pytest.param(*LISTOPS, "danet", id="listops danet"),
+        pytest.param(*PATHFINDER, "hgrn2", id="pathfinder hgrn2"),
+        pytest.param(*LISTOPS, "hgrn2", id="listops hgrn2", marks=pytest.mark.slow),
+        pytest.param(*PATHFINDER, "danet", id="pathfinder danet", marks=pytest.mark.slow),
+    ],
+)
+def test_encoders_train_on_the_shards_of_the_documented_commands(
+    tmp_path, monkeypatch, capsys, shards, length, width, model
+):
     """Blocks, heads and settings of the configs, with shorter sequences and smaller batches."""
     monkeypatch.chdir(tmp_path)
-    write_shards("listops", "min_length=5", "max_length=24", examples=8)
-    write_shards("pathfinder", "image_size=16", "contour_length=8", "num_distractors=1", examples=8)
-    for task, length, width in (("listops", 24, 64), ("pathfinder", 256, 128)):
-        for model in ("hgrn2", "danet"):
-            config, few = str(EXAMPLES / f"{task}_{model}.toml"), ["model.layers.0.repeat=1"] * (model == "hgrn2")
-            sizes = [f"data.sequence_length={length}", f"model.hidden_size={width}"]
-            overrides = ["train.steps=3", *SMALL[1:], *sizes, *few]
-            assert main(["train", config, "--folder", f"runs/{task}-{model}", *overrides]) == 0
-            assert re.search(r"validation: loss .* accuracy \d", capsys.readouterr().out)
+    write_shards(*shards, examples=8)
+    config, few = str(EXAMPLES / f"{shards[0]}_{model}.toml"), ["model.layers.0.repeat=1"] * (model == "hgrn2")
+    sizes = [f"data.sequence_length={length}", f"model.hidden_size={width}"]
+    assert main(["train", config, "--folder", "run", *SMALL, *sizes, *few]) == 0
+    assert re.search(r"validation: loss .* accuracy \d", capsys.readouterr().out)
 
 
 @pytest.mark.slow

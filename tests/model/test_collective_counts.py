@@ -15,7 +15,17 @@ from megalin.data.batch import Batch
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import shard_model
 from megalin.train.step import accumulate_gradients
-from tests.cases import BIASED, CASES, COLLECTIVES, HIDDEN_SIZE, LENGTH, NORMS, Case, make_inputs
+from tests.cases import (
+    BIASED,
+    CASES,
+    COLLECTIVES,
+    HIDDEN_SIZE,
+    LENGTH,
+    NORMS,
+    REPRESENTATIVES,
+    Case,
+    make_inputs,
+)
 from tests.parallel.on_ranks import make_mesh, materialise
 from tests.ranks import run_ranks
 
@@ -74,13 +84,22 @@ def _calls(case: Case, sequence_parallel: bool) -> Counter[Call]:
     return recorder.calls
 
 
-def _run() -> dict[tuple[str, bool], Counter[Call]]:
-    return {(case.name, layout): _calls(case, layout) for case in CASES for layout in (False, True)}
+FAST = (*(case.name for case in REPRESENTATIVES), NORMS.name, BIASED.name)
+
+
+def _run(fast: bool) -> dict[tuple[str, bool], Counter[Call]]:
+    cases = [case for case in CASES if (case.name in FAST) == fast]
+    return {(case.name, layout): _calls(case, layout) for case in cases for layout in (False, True)}
 
 
 @lru_cache
-def results() -> list[dict[tuple[str, bool], Counter[Call]]]:
-    return run_ranks(TP, _run)
+def _results(fast: bool) -> list[dict[tuple[str, bool], Counter[Call]]]:
+    return run_ranks(TP, _run, fast)
+
+
+def results(name: str) -> list[dict[tuple[str, bool], Counter[Call]]]:
+    """The calls of each rank, by model and layout, for the models of the group of ranks that has this one."""
+    return _results(name in FAST)
 
 
 def expected_counts(case: Case) -> tuple[int, int, list[int]]:
@@ -103,10 +122,13 @@ def contractions(case: Case) -> Counter[Call]:
 
 WEIGHTLESS = [case for case in CASES if case.model.norm == "srmsnorm"]
 """Models whose norms have no parameters: each such parameter adds a small all-reduce under sequence parallelism."""
-WEIGHTLESS_NAMES = [case.name for case in WEIGHTLESS]
+every_weightless_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name not in FAST)) for case in WEIGHTLESS],
+)
 
 
-@pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)
+@every_weightless_case
 def test_one_all_reduce_a_sublayer_each_way(case: Case):
     num_layers, num_norms, partial = expected_counts(case)
     expected = Counter({Call("forward", "all_reduce", WIDE): num_layers + 1})  # + 1: the embedding
@@ -115,11 +137,11 @@ def test_one_all_reduce_a_sublayer_each_way(case: Case):
     for num_bytes in partial:
         expected[Call("backward", "all_reduce", num_bytes)] += 1
     expected += contractions(case)
-    for rank in results():
+    for rank in results(case.name):
         assert rank[case.name, False] == expected
 
 
-@pytest.mark.parametrize("case", WEIGHTLESS, ids=WEIGHTLESS_NAMES)
+@every_weightless_case
 def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
     """The bytes stay the same: an all-reduce is a reduce-scatter and an all-gather."""
     num_layers, num_norms, partial = expected_counts(case)
@@ -132,7 +154,7 @@ def test_sequence_parallelism_gathers_and_scatters_instead(case: Case):
     for num_bytes in partial:
         expected[Call("backward", "all_reduce", num_bytes)] += 1
     expected += contractions(case)
-    for rank in results():
+    for rank in results(case.name):
         assert rank[case.name, True] == expected
 
 
@@ -141,7 +163,7 @@ def test_norms_with_parameters_cost_small_collectives_only():
     nothing, and its gradient with sequence parallelism."""
     num_blocks, pair, vector = NORMS.model.num_layers, 2 * NARROW, 4 * HIDDEN_SIZE
     residual_vectors = num_blocks * (2 + 1 + 2) + 2
-    for rank in results():
+    for rank in results(NORMS.name):
         plain, sharded = rank[NORMS.name, False], rank[NORMS.name, True]
         for calls in (plain, sharded):
             assert (
@@ -154,7 +176,7 @@ def test_norms_with_parameters_cost_small_collectives_only():
 def test_biases_cost_a_small_gradient_with_sequence_parallelism_only():
     """A block has weight and bias of two norms, and the biases of two row-parallel linear layers."""
     num_blocks, vector = BIASED.model.num_layers, 4 * HIDDEN_SIZE
-    for rank in results():
+    for rank in results(BIASED.name):
         plain, sharded = rank[BIASED.name, False], rank[BIASED.name, True]
         assert plain[Call("forward", "all_reduce", WIDE)] == plain[Call("backward", "all_reduce", WIDE)]
         assert plain[Call("forward", "all_reduce", WIDE)] == 2 * num_blocks + 1

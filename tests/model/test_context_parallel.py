@@ -229,16 +229,14 @@ def _gradients(name: str, backend: str | None, exchange: ExchangeName) -> Arrays
 
 AS_INDUCTOR_CUTS = "aot_eager_decomp_partition"
 """Backend that partitions a block's graph into forward and backward as inductor does, but compiles neither."""
-COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
-    ("hgrn2", "ring", AS_INDUCTOR_CUTS),
-    ("softmax-grouped", "auto", AS_INDUCTOR_CUTS),
-)
+COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (("hgrn2", "ring", AS_INDUCTOR_CUTS),)
 MORE_COMPILED: tuple[tuple[str, ExchangeName, str], ...] = (
     ("transnormer-cosine", "ring", AS_INDUCTOR_CUTS),
     ("rodimus", "auto", AS_INDUCTOR_CUTS),
     ("local", "auto", AS_INDUCTOR_CUTS),
     ("bert", "auto", AS_INDUCTOR_CUTS),
     ("two-way", "ring", AS_INDUCTOR_CUTS),
+    ("softmax-grouped", "auto", AS_INDUCTOR_CUTS),
     ("softmax-grouped", "auto", "inductor"),  # several all-to-alls in a block, and quick to compile
 )
 

@@ -14,6 +14,7 @@ from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.build import build_model
 from tests.cases import CASES, GLU, REPRESENTATIVES, RODIMUS, SHARED_KEY, VOCAB_SIZE, Case, model
 from tests.ranks import run_ranks
+from tests.verify.meshes import joined
 
 CP, LENGTH = 3, 36
 STARTS = [(), (12,), (12, 24), (11, 13, 25), (1, 2, 3, 35), (12, 13, 23, 24), tuple(range(1, LENGTH)), (5, 30)]
@@ -22,8 +23,15 @@ SHARED_KEYS = [
     Case(f"window of {window}", model({"sublayers": [RODIMUS, SHARED_KEY | {"window": window}, GLU], "repeat": 2}))
     for window in (1, 30)
 ]
-MODELS = {case.name: case.model for case in (*CASES, *SHARED_KEYS) if case.name != "sockets"}
+ALONE = {case.name: case.model for case in (*CASES, *SHARED_KEYS) if case.name != "sockets"}
 """Models; `sockets` needs the full sequence."""
+MODELS = ALONE | {
+    case.name: case.model
+    for case in (
+        joined("every mixer", REPRESENTATIVES, num_blocks=3),
+        joined("every mixer and window", [*REPRESENTATIVES, *SHARED_KEYS], num_blocks=3),
+    )
+}
 WAYS: list[tuple[int, torch.dtype, ExchangeName]] = [
     (1, torch.float32, "auto"),
     (CP, torch.bfloat16, "ring"),
@@ -77,10 +85,11 @@ def changed_elements(names: list[str], cp: int, dtype: torch.dtype, exchange: Ex
 @pytest.mark.parametrize(
     ("names", "cp", "dtype", "exchange"),
     [
-        pytest.param(MODELS, *WAYS[0], id="every case on one rank"),
-        pytest.param([case.name for case in REPRESENTATIVES], *WAYS[1], id="ring"),
-        pytest.param([case.name for case in (*REPRESENTATIVES, *SHARED_KEYS)], *WAYS[2], id="all-gather"),
-        pytest.param(MODELS, *WAYS[2], id="every case", marks=pytest.mark.slow),
+        pytest.param(ALONE, *WAYS[0], id="every case on one rank"),
+        pytest.param(["every mixer"], *WAYS[1], id="ring"),
+        pytest.param(["every mixer and window"], *WAYS[2], id="all-gather"),
+        pytest.param([case.name for case in REPRESENTATIVES], *WAYS[1], id="every mixer alone", marks=pytest.mark.slow),
+        pytest.param(ALONE, *WAYS[2], id="every case", marks=pytest.mark.slow),
     ],
 )
 def test_other_documents_move_no_bit(names: Iterable[str], cp: int, dtype: torch.dtype, exchange: ExchangeName):

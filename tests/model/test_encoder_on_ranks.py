@@ -162,9 +162,10 @@ def _load(folder: str, tp: int) -> list[str]:
     return different
 
 
-def test_saved_on_one_mesh_loads_on_another(tmp_path):
+@pytest.mark.parametrize("meshes", [[(3, 1)], pytest.param([(1, 1), (2, 1), (4, 4)], marks=pytest.mark.slow)], ids=str)
+def test_saved_on_one_mesh_loads_on_another(tmp_path, meshes):
     run_ranks(2, _save, str(tmp_path), 2)
-    for world_size, tp in ((1, 1), (2, 1), (4, 4)):
+    for world_size, tp in meshes:
         assert run_ranks(world_size, _load, str(tmp_path), tp) == [[]] * world_size, (world_size, tp)
 
 

@@ -159,13 +159,14 @@ def train_async(config: Path, folder: Path, *overrides: str) -> None:
     [
         pytest.param(4, ["parallel.cp=2", "train.recompute=true"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.pp=2"], marks=pytest.mark.slow),
-        (4, ["parallel.shard=2"]),
+        pytest.param(4, ["parallel.shard=2"], marks=pytest.mark.slow),
+        (2, []),
     ],
-    ids=["cp2", "pp2", "dp2"],
+    ids=["cp2", "pp2", "dp2", "tp2"],
 )
 def test_runs_end_with_the_weights_of_runs_without_overlap(tmp_path, world_size, overrides):
     """tp 2, packed documents, several steps, an evaluation and a checkpoint."""
-    config = write_config(tmp_path, train={"steps": 4, "evaluate_every_steps": 2})
+    config = write_config(tmp_path, train={"steps": 3, "evaluate_every_steps": 2})
     overrides = ["parallel.tp=2", "parallel.sequence_parallel=true", *overrides]
     plain, overlapped = tmp_path / "plain", tmp_path / "overlapped"
     run_ranks(world_size, train_here, config, plain, 'parallel.tp_overlap="none"', *overrides)

@@ -151,7 +151,7 @@ def _of_one_rank(dtype: torch.dtype) -> list[bool]:
     return [torch.equal(local(first[name]), local(second[name])) for name in first]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_what_one_rank_does_not_reduce_has_the_bits_of_a_reduction(dtype):
     assert all(run_ranks(2, _of_one_rank, dtype)[0])
 

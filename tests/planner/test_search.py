@@ -21,8 +21,8 @@ FIRST, SECOND, *_ = HYBRID.model.layers
 MODEL = HYBRID.model.model_copy(update={"layers": [FIRST, SECOND.model_copy(update={"repeat": 7})]})
 
 
-def workload(*, samples: int = 8, length: int = 4096, compiled: bool = False) -> Workload:
-    return Workload(MODEL, length, samples, torch.bfloat16, compiled)
+def workload(*, samples: int = 8, length: int = 4096) -> Workload:
+    return Workload(MODEL, length, samples, torch.bfloat16, compiled=False)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,8 @@ def test_memory_refuses_and_reports_the_missing_bytes(estimator):
 
 
 def test_a_layout_is_offered_only_after_its_compiled_blocks_were_traced():
-    estimator = Estimator(workload(samples=1, length=512, compiled=True), HARDWARE["h200"])
+    one_block = MODEL.model_copy(update={"layers": [FIRST]})
+    estimator = Estimator(Workload(one_block, 512, 1, torch.bfloat16, compiled=True), HARDWARE["h200"])
     least = layout(dp=1, num_micro_batches=1, recompute=True)
     close = estimator.estimate(least, refined=True).memory.total
     assert close < estimator.estimate(least, refined=False).memory.total  # eager blocks are no reason to refuse

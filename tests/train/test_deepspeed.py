@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
 """Cases that also run with a stop and a resumption in the middle."""
 FAST = ("zero0", "zero1_bf16", "zero3_cp3", "zero2_tp2_cp2")
 """Cases of `make test`: every stage, uneven shards, the other axes, and bf16."""
-FAST_PAUSED = ("zero1_bf16", "zero3_cp3")
+FAST_PAUSED = ("zero1_bf16",)
+"""In make test the other engine goes on from a checkpoint of stage 3."""
 
 
 def marked(names: Iterable[str], fast: Sequence[str] = FAST) -> list[Any]:
@@ -259,20 +261,20 @@ def _poisoned(config: Path) -> list[tuple[str, str]]:
     documents, numbers = torch.zeros_like(tokens, dtype=torch.int32), torch.arange(2)
     batch = Batch(tokens, tokens + 1, documents, numbers, numbers)
     messages = []
-    for (zero, *others), poison in itertools.product(STAGES, POISONS):
+    for zero, *others in STAGES:
         engine = _engine(config, f"parallel.{zero}", *others)
         engine.step([batch], learning_rate=1e-2, step=1)
         before = {name: local(tensor).clone() for name, tensor in engine.tensors().items()}
-        if dist.get_rank() == 1:
-            _poison(engine, poison)
-        with pytest.raises(NumericError) as raised:
-            engine.step([batch], learning_rate=1e-2, step=2)
-        messages.append((poison, str(raised.value)))
-        assert all(torch.equal(local(tensor), before[name]) for name, tensor in engine.tensors().items())
+        for poison in POISONS:
+            poisoned = _poisoned_losses(engine, poison) if dist.get_rank() == 1 else nullcontext()
+            with poisoned, pytest.raises(NumericError) as raised:
+                engine.step([batch], learning_rate=1e-2, step=2)
+            messages.append((poison, str(raised.value)))
+            assert all(torch.equal(local(tensor), before[name]) for name, tensor in engine.tensors().items())
     return messages
 
 
-def _poison(engine: DeepSpeedEngine, poison: str) -> None:
+def _poisoned_losses(engine: DeepSpeedEngine, poison: str) -> AbstractContextManager[Any]:
     sums = engine.model.loss_sums
 
     def poisoned(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -282,7 +284,7 @@ def _poison(engine: DeepSpeedEngine, poison: str) -> None:
         losses.register_hook(lambda gradient: gradient * float("inf"))
         return losses
 
-    engine.model.loss_sums = poisoned  # type: ignore[method-assign]
+    return patch.object(engine.model, "loss_sums", poisoned)
 
 
 def test_no_rank_takes_a_step_that_is_not_finite(config):

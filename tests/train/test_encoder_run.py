@@ -79,7 +79,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResul
     ("world_size", "overrides"),
     [
         (2, []),
-        (2, ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=true"]),
+        pytest.param(
+            2,
+            ["parallel.tp=2", "parallel.sequence_parallel=true", "train.recompute=true"],
+            marks=pytest.mark.slow,  # tests/verify/test_encoders.py compares a step
+        ),
         (3, ["parallel.cp=3"]),
         pytest.param(4, ["parallel.tp=2", "train.micro_batch_size=1"], marks=pytest.mark.slow),
     ],

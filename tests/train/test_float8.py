@@ -126,10 +126,6 @@ def test_sizes_are_those_of_a_rank(config):
     )
 
 
-def test_several_ranks_are_refused(config):
-    assert "on 2 ranks is not yet supported; start one rank" in message(config, world_size=2)
-
-
 def test_a_gpu_without_fp8_is_refused_before_the_model_is_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))

@@ -115,12 +115,10 @@ def test_every_mesh_and_every_resumed_run_reads_the_same_tokens_in_each_step(who
 
 def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs, tmp_path):
     folder = tmp_path / "run"
-    run_ranks(2, _runs, config, [(folder, ["parallel.tp=2", "train.stop_after_steps=3"])])
-    run_ranks(2, _runs, config, [(folder, ["data.workers=4", "train.stop_after_steps=5"])])
-    run_ranks(4, _runs, config, [(folder, ["train.micro_batch_size=1", "train.stop_after_steps=7"])])
-    run_ranks(3, _runs, config, [(folder, ["parallel.cp=3", "train.stop_after_steps=8"])])
-    run_ranks(2, _runs, config, [(folder, ["parallel.cp=2", "train.stop_after_steps=10"])])
-    run_ranks(2, _runs, config, [(folder, ["parallel.pp=2", "train.stop_after_steps=11"])])
+    with_workers = ["data.workers=4", "train.micro_batch_size=1"]
+    two_ranks = [(["parallel.tp=2"], 3), (with_workers, 6), (["parallel.pp=2"], 8)]
+    run_ranks(2, _runs, config, [(folder, [*mesh, f"train.stop_after_steps={step}"]) for mesh, step in two_ranks])
+    run_ranks(3, _runs, config, [(folder, ["parallel.cp=3", "train.stop_after_steps=10"])])
     run_ranks(1, _runs, config, [(folder, [])])
     expected = metrics(whole_runs["single"])
     assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]

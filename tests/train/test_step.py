@@ -66,7 +66,7 @@ LAYOUTS = {
         Layout("tp4_sp", 12, 4, True),
     ],
 }
-SLOW = ("accumulate_12", "dp2", "tp2", "dp3_replicated", "dp4", "tp2_dp2", "tp4_sp")
+SLOW = ("accumulate_12", "dp2", "tp2", "dp3_replicated", "dp4", "tp2_dp2", "tp4", "tp4_sp")
 
 
 def make_batch() -> Batch:

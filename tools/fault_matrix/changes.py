@@ -280,3 +280,20 @@ def stuck_reads(after: int) -> None:
 
     for name in ("read_range", "read_ranges"):
         setattr(indexed_dataset, name, wrap(getattr(indexed_dataset, name)))
+
+
+def slow_phases(seconds: float) -> None:
+    """Opening the data, every step, every evaluation and every save take this time longer."""
+    from megalin.train import loop
+
+    slow_steps(seconds)
+    for owner, name in ((loop.TrainingLoop, "_open_data"), (loop, "evaluate"), (loop, "save")):
+        setattr(owner, name, _delayed(getattr(owner, name), seconds))
+
+
+def _delayed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def delayed(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **options)
+
+    return delayed

@@ -1,4 +1,4 @@
-"""Faults of ranks that stall or are slow: F08, F09, F10, F22."""
+"""Faults of ranks that stall or are slow: F09, F10, F22."""
 
 from __future__ import annotations
 
@@ -52,13 +52,6 @@ def signalled_rank(
     lab.check("no process is left", gone)
     lab.check("no traceback", not any("Traceback" in outcome.text for outcome in outcomes), outcomes[0].text[-300:])
     return outcomes
-
-
-@fault("F08", "a rank is stopped")
-def _stopped(lab: Lab) -> None:
-    signalled_rank(lab)
-    stacks = lab.folder / "run" / "stacks" / "rank-0.txt"
-    lab.check("stacks of the other rank", stacks.exists() and "Thread" in stacks.read_text(), f"no {stacks}")
 
 
 def _both_leave(lab: Lab, change: Change, *patterns: str) -> None:

@@ -63,7 +63,10 @@ def _verify(parser: argparse.ArgumentParser) -> None:
         help="ranks of the mesh; those beyond tp x cp x pp are data parallel (tp x cp x pp, or those of the launcher)",
     )
     parser.add_argument(
-        "--dtype", choices=["float64", "float32", "bfloat16"], default="float64", help="compute dtype (float64)"
+        "--dtype",
+        choices=["float64", "float32", "bfloat16", "float8"],
+        default="float64",
+        help='compute dtype (float64); float8: train.matmul_dtype = "float8", fp64 around its operands',
     )
     parser.add_argument("--length", type=int, help="tokens per sequence (a few chunks and a remainder)")
     parser.add_argument("--full", action="store_true", help="verify the model at full size, not shrunk")

@@ -174,8 +174,18 @@ def test_a_self_test_passes(name):
     assert SCANS[name].module._self_test("triton", "cpu") == ""
 
 
-@every_scan
-@pytest.mark.parametrize("kind", ["whole", "initial state", "no state gradient", "shards"])
+COMPILED = [("decay_scan", kind) for kind in ("whole", "initial state", "no state gradient")]
+COMPILED += [("vector_decay_scan", kind) for kind in ("no state gradient", "shards")] + [("scalar_decay_scan", "whole")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[slow] * ((name, kind) not in COMPILED))
+        for kind in ("whole", "initial state", "no state gradient", "shards")
+        for name in ROWS
+    ],
+)
 def test_the_op_compiles_inside_a_block(name, kind):
     """To the bits of eager mode; where the last state has no gradient, kernels are not handed zeros for it."""
     case = Case(70, key=16, value=24, dtype=torch.bfloat16, ranks=3 if kind == "shards" else 1)
