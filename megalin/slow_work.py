@@ -49,6 +49,6 @@ def slow_work(name: str, *, shown: bool = True) -> Iterator[Callable[[float], No
         yield report
     finally:
         finished.set()
-        thread.join()
+        thread.join(NEXT_SECONDS)  # a pipe that nobody reads may hold it
         if lines:
             print(f"{name}: ended after {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)

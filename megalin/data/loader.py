@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Generic, NamedTuple, Self
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 
 from megalin.data.batch import BatchT, pad_samples, take_samples, with_draw
 from megalin.data.order import Order, Positions
+from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.sources import Samples
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, RankStalledError
 
 _DIGEST_BYTES = 16
+_NAMED_SAMPLES = 8
 
 
 class StepBatches(NamedTuple, Generic[BatchT]):
@@ -26,6 +29,13 @@ class StepBatches(NamedTuple, Generic[BatchT]):
     """Micro-batches, in order."""
     digest: torch.Tensor
     """[2] int64, its term of the digest of the step's token ids: the step's is the sum over ranks, wrapping."""
+
+
+class _Read(NamedTuple):
+    """A micro-batch that a thread reads."""
+
+    worker: int
+    samples: Positions
 
 
 class Loader(Generic[BatchT]):
@@ -49,6 +59,8 @@ class Loader(Generic[BatchT]):
         workers: int = 1,
         read_ahead_steps: int = 1,
         prepare: Callable[[BatchT], BatchT] | None = None,
+        timeout_seconds: float | None = None,
+        shards: Sequence[Shard] = (),
     ) -> None:
         """Creates the loader; the first `step` starts reading.
 
@@ -57,6 +69,8 @@ class Loader(Generic[BatchT]):
             read_ahead_steps: steps after the requested one that are read in the background.
             prepare: called on each micro-batch by the thread that read it, after its digest: takes the rank's tokens of
                 each sample, pins memory.
+            timeout_seconds: longest wait for the samples of a step; None: no limit.
+            shards: of the dataset, for the message about a thread that does not end its read.
 
         Raises:
             ConfigError: the global batch is not a whole number of micro-batches on each rank.
@@ -79,6 +93,9 @@ class Loader(Generic[BatchT]):
         self._workers = min(workers, len(self._offsets))
         self._readers = ThreadPoolExecutor(max_workers=self._workers, thread_name_prefix="megalin-data")
         self._ahead: dict[int, list[Future[StepBatches[BatchT]]]] = {}
+        self._timeout_seconds, self._shards = timeout_seconds, shards
+        self._reads: dict[int, _Read] = {}  # by thread
+        self._stuck = False
 
     def step(self, step: int) -> StepBatches[BatchT]:
         """Micro-batches of `step` (>= 0); the next steps are read in the background.
@@ -87,6 +104,7 @@ class Loader(Generic[BatchT]):
 
         Raises:
             DataError: as dataset and order do; for a step that was read ahead, when it is requested.
+            RankStalledError: the samples do not come in time; names the thread, the file and the samples.
         """
         assert step >= 0, step
         window = range(step, step + 1 + self._read_ahead_steps)
@@ -99,25 +117,50 @@ class Loader(Generic[BatchT]):
                 self._ahead[number] = [
                     self._readers.submit(self._read, number, worker) for worker in range(self._workers)
                 ]
-        parts = [future.result() for future in self._ahead.pop(step)]
+        parts = self._wait(step, self._ahead.pop(step))
         order = range(len(self._offsets))
         batches = [parts[place % self._workers].batches[place // self._workers] for place in order]
         return StepBatches(batches, torch.stack([part.digest for part in parts]).sum(0))
+
+    def _wait(self, step: int, futures: list[Future[StepBatches[BatchT]]]) -> list[StepBatches[BatchT]]:
+        done = wait(futures, self._timeout_seconds, FIRST_EXCEPTION)
+        for future in futures:  # in their order, so that of several errors the same one is raised
+            if future in done.done:
+                future.result()
+        if not done.not_done:
+            return [future.result() for future in futures]
+        self._stuck = True
+        reads = sorted(self._reads.items(), key=lambda item: item[1].worker)
+        stuck = [self._describe_read(thread, read) for thread, read in reads]
+        raise RankStalledError(
+            f"no samples for step {step + 1} within {self._timeout_seconds:g} s (train.hang_timeout_seconds): "
+            f"{'; '.join(stuck) or 'no data worker reads'}. Check the file system, and run the same command to "
+            "continue from the newest checkpoint"
+        )
+
+    def _describe_read(self, thread: int, read: _Read) -> str:
+        files = [f"{shard.prefix}.bin" for shard in self._shards if thread in shard.reading]
+        samples = ", ".join(map(str, read.samples[:_NAMED_SAMPLES].tolist()))
+        more = ", ..." if len(read.samples) > _NAMED_SAMPLES else ""
+        return f"data worker {read.worker} reads {files[0] if files else 'no file'} for samples {samples}{more}"
 
     def _read(self, step: int, worker: int) -> StepBatches[BatchT]:
         """Micro-batches `worker`, `worker` + workers and so on of a step, and their term of its digest."""
         batches, digest = [], np.zeros(_DIGEST_BYTES // 8, np.int64)
         for offsets in self._offsets[worker :: self._workers]:
             draw = offsets + step * self._global_batch_size
-            batch = with_draw(self._dataset.batch(self._order.samples(draw)), torch.from_numpy(draw))
+            samples = self._order.samples(draw)
+            self._reads[threading.get_ident()] = _Read(worker, samples)
+            batch = with_draw(self._dataset.batch(samples), torch.from_numpy(draw))
             digest += _digest(offsets, batch.tokens)
             batches.append(batch if self._prepare is None else self._prepare(batch))
+        self._reads.pop(threading.get_ident(), None)
         return StepBatches(batches, torch.from_numpy(digest))
 
     def close(self) -> None:
         """Stops the threads and drops their batches. The dataset stays open."""
         self._ahead = {}
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._readers.shutdown(wait=not self._stuck, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self

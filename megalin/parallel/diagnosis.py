@@ -66,9 +66,11 @@ def diagnose(views: Sequence[RankView], limits: StallLimits) -> Verdict | None:
     other, they launched different collectives.
     """
     posted = next((view.slot for view in views if view.slot.verdict), None)
-    if posted is not None:  # the others have decided already
-        return _verdict(views, posted.verdict, [posted.accused])
     here = [view for view in views if view.slot.state not in ("absent", "done")]
+    if posted is not None:  # the others have decided already
+        all_wait = all(view.slot.state == "waiting" and view.process.state == "running" for view in here)
+        mismatch = posted.verdict == RankStalledError.exit_code and all_wait
+        return _verdict(views, posted.verdict, [view.slot.rank for view in here] if mismatch else [posted.accused])
     dead = [view for view in here if view.process.state == "dead"]
     if died := [view.slot.rank for view in dead if view.slot.state != "failed"]:
         return _verdict(views, RankFailedError.exit_code, died)
@@ -104,10 +106,10 @@ def _verdict(views: Sequence[RankView], exit_code: int, ranks: Sequence[int]) ->
         text = "; ".join(map(_describe_end, named))
     elif len(named) > 1 and all(view.slot.state == "waiting" for view in named):
         waits = "; ".join(f"rank {view.slot.rank}: {_describe_op(view)}" for view in named)
+        seconds = min(max(view.idle_seconds, view.age_seconds) for view in named)
         text = (
-            f"all ranks of this host stalled: they wait in collectives for "
-            f"{min(view.idle_seconds for view in named):.0f} s: {waits}. Ranks must launch the same collectives in the "
-            "same order: these differ, or a rank on another host is missing"
+            f"all ranks of this host stalled: they wait in collectives for {seconds:.0f} s: {waits}. Ranks must launch "
+            "the same collectives in the same order: these differ, or a rank on another host is missing"
         )
     else:
         text = "; ".join(map(_describe_stall, named))

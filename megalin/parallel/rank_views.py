@@ -29,15 +29,17 @@ class RankViews:
         """Reads all slots."""
         now = time.monotonic()
         gap, self._last = min(now - self._last, 2 * POLL_SECONDS), now
-        return [self._view(slot, gap) for slot in self._file.slots()]
+        slots = self._file.slots()
+        decided = any(slot.verdict for slot in slots)
+        return [self._view(slot, gap, decided) for slot in slots]
 
-    def _view(self, slot: RankSlot, gap: float) -> RankView:
+    def _view(self, slot: RankSlot, gap: float, decided: bool) -> RankView:
         rank = slot.rank
         self._idle[rank] = self._idle.get(rank, 0.0) + gap if self.seen.get(rank) == slot else 0.0
         self.seen[rank] = slot
         process = process_state(slot.pid, slot.started) if slot.started else ProcessState("running")
-        idle = self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
-        last = self._file.ring(rank)[-1:] if idle else []
+        named = decided or self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
+        last = self._file.ring(rank)[-1:] if named else []
         note = self._file.note(rank) if slot.state == "failed" else ""
         waited = time.monotonic() - slot.seconds
         return RankView(slot, self._idle[rank], process, last[0] if last else None, note, waited)

@@ -149,7 +149,7 @@ class Watchdog:
             time.sleep(2 * POLL_SECONDS)  # none leaves before all have read the verdict
         if reports:
             self._report.end(verdict)
-            self._signal(verdict, signal.SIGKILL)
+            self._kill(verdict)
         self._decided.set()
         error = verdict.error()
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
@@ -173,6 +173,16 @@ class Watchdog:
             if rank not in verdict.ranks and slot.state not in ("absent", "done", "failed")
         ]
         return min(others or verdict.ranks)
+
+    def _kill(self, verdict: Verdict) -> None:
+        """Ends the processes of the named ranks: those that can leave by themselves have a second for it."""
+        deadline = time.monotonic() + 2 * POLL_SECONDS
+        slots = [self._views.seen[rank] for rank in verdict.ranks if rank != self._rank]
+        while time.monotonic() < deadline:
+            if all(process_state(slot.pid, slot.started).state != "running" for slot in slots):
+                break
+            time.sleep(POLL_SECONDS / 10)
+        self._signal(verdict, signal.SIGKILL)
 
     def _signal(self, verdict: Verdict, number: int) -> None:
         """Sends a signal to the named ranks whose processes still exist, except this one."""

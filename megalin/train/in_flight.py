@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalin.errors import NumericError
 from megalin.train.step import PendingStep, StepResult
+from megalin.train.stragglers import SlowestRank
 
 
 class InFlightStep(NamedTuple):
@@ -23,6 +24,8 @@ class InFlightStep(NamedTuple):
     data_wait_seconds: float
     """Of the rank that waited longest."""
     data_wait_rank: int
+    slowest: SlowestRank | None
+    """The slowest rank of the steps before; None where it is not known."""
     digest: Tensor
     """Digest of its samples, for the ledger."""
 

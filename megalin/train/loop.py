@@ -19,6 +19,7 @@ from megalin.data.sources import Dataset, Training, open_dataset, open_training
 from megalin.errors import ConfigError, PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
+from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, no_verdict, report_failed_ranks
 from megalin.parallel.watchdog import Watchdog
@@ -41,6 +42,7 @@ from megalin.train.shard_check import verify_shards
 from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
+from megalin.train.stragglers import OwnTime, StragglerMonitor
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
@@ -96,6 +98,7 @@ class TrainingLoop:
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         self._watchdog, self._heartbeat = watchdog, mesh.launches
+        self._stragglers, self._own_seconds = StragglerMonitor(), 0.0
         self.data: Training
         self.validation: Dataset[Any] | None = None
         with slow_work("opening the data", shown=mesh.is_first_rank):
@@ -161,7 +164,7 @@ class TrainingLoop:
             reader = StepReader(loader, self.mesh, preemption)
             self._heartbeat.enter("first step")
             for step in range(self.resumed_step + 1, self.last_step + 1):
-                data = reader.read(step)
+                data = reader.read(step, own_seconds=self._own_seconds)
                 if data.stop is None:
                     in_flight.push(self._launch(step, data))
                 for finished in in_flight.finished(drain=data.stop is not None or self._is_due(step)):
@@ -206,13 +209,27 @@ class TrainingLoop:
         """Launches a step; the clock of the steps pauses after one that must be finished before the next starts."""
         train = self.config.train
         rate = learning_rate(self.config.optimizer, self.config.schedule, step - 1, train.steps)
-        self.mesh.launches.step = step
+        self._heartbeat.step = step
+        own_time = OwnTime(self._heartbeat.wait_seconds)
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
+        self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
+        self._watch_own_times(step, data)
         if self._is_due(step):
             self.engine.timer.pause()  # evaluations and checkpoints count for no step
             self.mesh.launch_order.compare()  # else this rank may wait forever, or save wrong weights
-        return InFlightStep(step, pending, rate, data.wait_seconds, data.wait_rank, data.digest)
+        return InFlightStep(
+            step, pending, rate, data.wait_seconds, data.wait_rank, self._stragglers.slowest, data.digest
+        )
+
+    def _watch_own_times(self, step: int, data: StepData) -> None:
+        """Warns of a slow rank, by the ranks' own times in the launch of the step before. On GPUs the host's time is
+        not that of the step, and the stages of a pipeline differ."""
+        comparable = self.mesh.device.type in SYNCHRONOUS_DEVICES and self.mesh.pp.size == 1
+        if comparable and step > self.resumed_step + 2:  # the first step compiles
+            slow = self._stragglers.add(data.own_seconds)
+            if slow and self.mesh.is_first_rank:
+                _log.warning("step %d: %s", step, slow)
 
     def _describe_samples(self, step: int) -> str:
         return describe_samples(self.config, self.data, self.mesh, step)

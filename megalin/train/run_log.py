@@ -166,6 +166,8 @@ def step_metrics(
     }
     if len(result.terms) > 1:
         values |= {f"{name}_loss": term for name, term in zip(loss_names, result.terms, strict=True)}
+    if launched.slowest is not None:
+        values |= {"slowest_rank": launched.slowest.rank, "slowest_rank_ratio": launched.slowest.ratio}
     peak = peak_flops_per_second(mesh.device)
     if peak is not None:
         rate = flops_per_token * tokens / result.seconds

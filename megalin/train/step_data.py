@@ -54,6 +54,8 @@ class StepData(NamedTuple):
     """Longest time that a rank waited for its samples, not for the device, which may still run the previous step."""
     wait_rank: int
     """The rank that waited longest."""
+    own_seconds: list[float]
+    """By rank: own time in the launch of the step before, without waits for other ranks."""
     stop: DataFailure | Preemption | None
     """Reason to end the run, of the same type on every rank; None: the step can be launched."""
 
@@ -94,6 +96,8 @@ def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any
         workers=config.data.workers,
         read_ahead_steps=config.data.read_ahead_steps,
         prepare=prepare,
+        timeout_seconds=config.train.hang_timeout_seconds,
+        shards=data.dataset.shards,
     )
 
 
@@ -114,8 +118,10 @@ class StepReader:
     def __init__(self, loader: Loader[Any], mesh: Mesh, preemption: PreemptionHandler) -> None:
         self._loader, self._mesh, self._preemption = loader, mesh, preemption
 
-    def read(self, step: int) -> StepData:
+    def read(self, step: int, *, own_seconds: float = 0.0) -> StepData:
         """Reads the samples of `step`, counted from 1. A collective on the host, which does not wait for the device.
+
+        `own_seconds` is this rank's own time in the launch of the step before; all ranks receive it.
 
         A data error or a SIGTERM is a reason to stop on every rank, of which a data error comes first.
 
@@ -128,7 +134,8 @@ class StepReader:
         error: MegalinError | None = None
         started = time.perf_counter()
         try:
-            own = self._loader.step(step - 1)
+            with mesh.launches.reading():
+                own = self._loader.step(step - 1)
         except MegalinError as raised:
             error = raised
         waited = time.perf_counter() - started
@@ -136,14 +143,15 @@ class StepReader:
         # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
         flags = torch.tensor([error is not None, self._preemption.received, mesh.launch_order.residual()]).long()
-        waits = torch.zeros(world_size(), dtype=torch.int64)  # microseconds
-        waits[rank()] = round(waited * 1e6)
-        sums = sum_over_ranks(torch.cat([flags, counts * own.digest, waits]))
-        failed, terminated, residual, *digest = sums[: -len(waits)].tolist()
-        longest = int(sums[-len(waits) :].argmax())
+        times = torch.zeros(2, world_size(), dtype=torch.int64)  # microseconds
+        times[:, rank()] = torch.tensor([round(waited * 1e6), round(own_seconds * 1e6)])
+        sums = sum_over_ranks(torch.cat([flags, counts * own.digest, times.flatten()]))
+        failed, terminated, residual, *digest = sums[: -times.numel()].tolist()
+        waits, owns = sums[-times.numel() :].view_as(times)
+        longest = int(waits.argmax())
         if residual:
             on_every_rank(mesh.launch_order.compare)
         stop = DataFailure(error) if failed else Preemption() if terminated else None
         batches = [] if stop else [batch_to(batch, mesh.device) for batch in own.batches]
-        wait_seconds = int(sums[-len(waits) :][longest]) / 1e6
-        return StepData(batches, torch.tensor(digest), wait_seconds, longest, stop)
+        by_rank = [microseconds / 1e6 for microseconds in owns.tolist()]
+        return StepData(batches, torch.tensor(digest), int(waits[longest]) / 1e6, longest, by_rank, stop)

@@ -1,6 +1,7 @@
 """Loaders: steps as a function of their number, the same samples on every mesh, and validation on every rank."""
 
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,8 @@ from megalin.data.config import DataConfig
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import Loader, ValidationLoader
 from megalin.data.order import endless
-from megalin.errors import ConfigError, DataError
+from megalin.data.shards import indexed_dataset
+from megalin.errors import ConfigError, DataError, RankStalledError
 from tests.data.shard_files import write_by_hand
 
 
@@ -127,6 +129,26 @@ def test_error_of_the_step_read_ahead_reaches_the_caller_when_it_is_asked_for(tm
             assert [loader.step(k).batches[0].sample_ids.item() for k in range(step)] == order[:step]
             with pytest.raises(DataError, match="token id 99 at offset"):
                 loader.step(step)
+
+
+def test_thread_that_is_stuck_is_named_with_its_file_and_samples(dataset, monkeypatch):
+    loader = _loader(dataset, workers=2, timeout_seconds=0.2, shards=dataset.shards)
+    release, plain = threading.Event(), indexed_dataset.read_ranges
+
+    def stuck(*args, **options):
+        release.wait(20)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(indexed_dataset, "read_ranges", stuck)
+    monkeypatch.setattr(indexed_dataset, "read_range", stuck)
+    started = time.monotonic()
+    with pytest.raises(
+        RankStalledError, match=r"step 8 within 0.2 s .*: data worker 0 reads \S+\.bin for samples \d+, \d+"
+    ):
+        loader.step(7)
+    loader.close()  # does not wait for the thread
+    assert time.monotonic() - started < 10
+    release.set()
 
 
 def test_closing_ends_the_thread(dataset):

@@ -81,6 +81,10 @@ ROWS: dict[str, tuple[list[RankView], tuple[int, tuple[int, ...], str] | None]] 
         [view(0, "waiting", 1, verdict=7, accused=2), view(1, "waiting", 1), view(2, idle=1)],
         (7, (2,), "rank 2 stalled"),
     ),
+    "the others have found different collectives": (
+        [view(0, "waiting", 1, verdict=7, accused=0), view(1, "waiting", 1)],
+        (7, (0, 1), "rank 0: op of 0 .*; rank 1: op of 1 .*same order"),
+    ),
 }
 
 

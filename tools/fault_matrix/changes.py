@@ -226,6 +226,62 @@ def fail_on_rank(rank: int, step: int, kind: str) -> None:
     at_step(step, fail)
 
 
+def signal_in(phase: str, number: int) -> None:
+    """This rank gets a signal in a phase of its run: "start", "step" (the third), "save", "evaluation"."""
+    from megalin.parallel.heartbeats import Heartbeat
+    from megalin.train import loop
+
+    if phase == "step":
+        at_step(3, lambda engine: os.kill(os.getpid(), number))
+        return
+    if phase == "start":
+        find = loop.find_checkpoint
+
+        def found(*args: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return find(*args)
+
+        loop.find_checkpoint = found
+        return
+    enter = Heartbeat.enter
+
+    def entered(heartbeat: Heartbeat, name: Any) -> None:
+        enter(heartbeat, name)
+        if name == phase:
+            os.kill(os.getpid(), number)
+
+    Heartbeat.enter = entered  # type: ignore[method-assign]
+
+
+def other_collective(step: int) -> None:
+    """This rank launches a collective of its own in a step, of another size than the others' next one."""
+    import torch
+
+    from megalin.parallel.agreement import gather_over_ranks
+
+    at_step(step, lambda engine: gather_over_ranks(torch.zeros(1 << 20)))
+
+
+def stuck_reads(after: int) -> None:
+    """This rank's data workers never end a read, after so many."""
+    from megalin.data.shards import indexed_dataset
+
+    count = 0
+
+    def wrap(read: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > after:
+                time.sleep(600)
+            return read(*args, **options)
+
+        return counted
+
+    for name in ("read_range", "read_ranges"):
+        setattr(indexed_dataset, name, wrap(getattr(indexed_dataset, name)))
+
+
 def slow_phases(seconds: float) -> None:
     """Opening the data, every step, every evaluation and every save take this time longer."""
     from megalin.train import loop

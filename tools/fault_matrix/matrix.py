@@ -11,6 +11,7 @@ from fault_matrix import (  # noqa: F401
     checkpoint_rows,
     config_rows,
     corpus_rows,
+    hang_rows,
     hostile_rows,
     launch_rows,
     process_rows,

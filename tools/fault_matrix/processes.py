@@ -88,6 +88,14 @@ class Running:
         """Process ids of its children, in the order of their start."""
         return [int(child) for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
+    @property
+    def state(self) -> str:
+        """State of the process as in /proc: R or S where it runs, T where it is stopped, Z where it has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "Z"
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens to a process that has ended."""
         with contextlib.suppress(ProcessLookupError):

@@ -20,16 +20,12 @@ class FaultRow(NamedTuple):
 FAULTS: dict[str, FaultRow] = {}
 """Injections by id, filled by `fault`."""
 
-_HANGS = "hangs and launchers"
 _DRIFT = "drift, spikes, saves and stragglers"
 
 LATER: dict[str, tuple[str, str]] = {
-    "F09": ("another order of collectives", _HANGS),
-    "F10": ("a data worker is stuck", _HANGS),
     "F19": ("loss spike", _DRIFT),
     "F20": ("fp16 scale at its lower limit", "fp16 training"),
     "F21": ("flipped bit in a replica", _DRIFT),
-    "F22": ("a rank is twice as slow", _DRIFT),
 }
 """Name and theme of the faults whose behaviour is not built yet; they are not injected."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -67,6 +68,7 @@ class Shard:
         documents: [D] int64, entry k is the first sequence of document k and the last entry is N.
         num_tokens: the sum of `lengths`.
         label_mask: the tokens that count as labels; None without a mask file: all of them.
+        reading: identifiers of the threads that read its .bin now.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int | None = None) -> None:
@@ -77,6 +79,7 @@ class Shard:
                 shard, also the label mask; the message names the file, what was expected and what was found.
         """
         self.prefix = Path(prefix)
+        self.reading: set[int] = set()
         remedy = "give the prefix of a shard, without .bin or .idx"
         self._bin_path = bin_path(prefix)
         self._bin = open_input(self._bin_path, remedy=remedy)
@@ -134,13 +137,7 @@ class Shard:
         """
         assert 0 <= position <= position + count <= self.num_tokens, (position, count, self.num_tokens)
         itemsize = self.dtype.itemsize
-        data = read_range(
-            self._bin,
-            self._bin_path,
-            position * itemsize,
-            count * itemsize,
-            file_bytes=self.bin_bytes,
-        )
+        data = self._read_marked(read_range, position * itemsize, count * itemsize)
         return np.frombuffer(data, self.dtype)
 
     def read_checked(self, position: int, count: int, *, vocab_size: int) -> TokenArray:
@@ -169,13 +166,7 @@ class Shard:
         assert positions.min(initial=0) >= 0 <= counts.min(initial=0), (positions, counts)
         assert (positions + counts).max(initial=0) <= self.num_tokens, (positions, counts, self.num_tokens)
         itemsize = self.dtype.itemsize
-        data = read_ranges(
-            self._bin,
-            self._bin_path,
-            (positions * itemsize).tolist(),
-            (counts * itemsize).tolist(),
-            file_bytes=self.bin_bytes,
-        )
+        data = self._read_marked(read_ranges, (positions * itemsize).tolist(), (counts * itemsize).tolist())
         tokens = np.frombuffer(data, self.dtype)
         if tokens.size and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
             for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
@@ -183,6 +174,15 @@ class Shard:
         if self.label_mask is None:
             return tokens, np.ones(tokens.size, np.bool_)
         return tokens, self.label_mask.read_ranges(positions, counts)
+
+    def _read_marked(self, read: Callable[..., Any], *places: Any) -> Any:
+        """Reads places of the .bin, while this thread is marked as a reader."""
+        thread = threading.get_ident()
+        self.reading.add(thread)
+        try:
+            return read(self._bin, self._bin_path, *places, file_bytes=self.bin_bytes)
+        finally:
+            self.reading.discard(thread)
 
     @property
     def bin_bytes(self) -> int:

@@ -1,0 +1,103 @@
+"""Warning about a rank that is slower than the others, by the ranks' own time in each step.
+
+In a synchronous run all ranks have the same step time: they wait for the slowest one. A rank's own time is that of the
+launch of a step less the time in which it waits for others in collectives, so only the slow rank's grows. Time in which
+the thread could run and had no CPU does not count: with more processes than CPUs the ranks take turns at being slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+WINDOW = 10
+"""Steps over which a rank's own time is taken, as their median: a step that another process disturbs does not count."""
+CONFIRMATION = 10
+"""Steps in a row for which a rank must be slow: it is named 16 steps after it becomes slow."""
+MOST_RATIO = 1.4
+"""Ratio of a rank's own time to the ranks' median above which it is slow. Of an even number of ranks the lower one of
+the two in the middle, so that of two ranks the slow one differs from it."""
+LEAST_SECONDS = 5e-3
+"""Difference from the median below which no rank is slow: steps of a few milliseconds."""
+PAUSE = 1000
+"""Steps between two warnings."""
+
+
+class OwnTime:
+    """Measures the own time of this rank's main thread from its creation on.
+
+    It is the wall-clock time without waits for other ranks and for a CPU, at least the CPU time: a wait for a CPU may
+    fall into a wait for another rank, and is then subtracted twice.
+
+    Args:
+        wait_seconds: waits for other ranks so far.
+    """
+
+    def __init__(self, wait_seconds: float) -> None:
+        self._working, self._cpu = time.perf_counter() - _queue_seconds() - wait_seconds, time.thread_time()
+
+    def seconds(self, wait_seconds: float) -> float:
+        """The own time until now."""
+        working = time.perf_counter() - _queue_seconds() - wait_seconds
+        return max(working - self._working, time.thread_time() - self._cpu)
+
+
+def _queue_seconds() -> float:
+    """Time in which this thread could run and waited for a CPU, so far; 0 where the kernel does not count it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+class SlowestRank(NamedTuple):
+    """The rank with the longest own time in the last steps."""
+
+    rank: int
+    ratio: float
+    """Its own time over the ranks' median."""
+    seconds: float
+    """Its own time, a step."""
+    median_seconds: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is a straggler, as far as these steps show."""
+        return self.ratio > MOST_RATIO and self.seconds - self.median_seconds > LEAST_SECONDS
+
+
+class StragglerMonitor:
+    """Finds the slowest rank of the last steps, and reports it where it stays slow."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        self._num_steps = self._next_report = 0
+        self._slow_rank, self._slow_steps = -1, 0
+        self.slowest: SlowestRank | None = None
+        """Of the last steps; None before there are 10, and in a run of one rank."""
+
+    def add(self, own_seconds: Sequence[float]) -> str:
+        """Adds the own time of each rank in a step; returns a message for people if a rank has been slow for 10 steps,
+        at most every 1,000 steps."""
+        self._num_steps += 1
+        self._steps.append(own_seconds)
+        if len(own_seconds) < 2 or len(self._steps) < WINDOW:
+            return ""
+        medians = [statistics.median_low(times) for times in zip(*self._steps, strict=True)]
+        middle = max(statistics.median_low(medians), 1e-9)
+        rank = max(range(len(medians)), key=medians.__getitem__)
+        self.slowest = found = SlowestRank(rank, medians[rank] / middle, medians[rank], middle)
+        same = found.is_slow and rank == self._slow_rank
+        self._slow_rank, self._slow_steps = rank, self._slow_steps + 1 if same else int(found.is_slow)
+        if self._slow_steps < CONFIRMATION or self._num_steps < self._next_report:
+            return ""
+        self._next_report = self._num_steps + PAUSE
+        return (
+            f"rank {rank} is slow: its own time in the last steps, without waits for other ranks, is "
+            f"{found.seconds * 1e3:.1f} ms a step, {found.ratio:.1f} times the ranks' median of {middle * 1e3:.1f} ms; "
+            "all ranks wait for it: look at the load, the clock and the temperature of its host and GPU"
+        )

@@ -1,0 +1,71 @@
+"""Slow ranks: named once their own time stays above that of the others, and never because of single steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megalin.train.stragglers import StragglerMonitor
+
+
+def first_report(steps: list[list[float]]) -> tuple[int, str]:
+    """The number of the first step with a message, counted from 1, and the message; (0, "") without."""
+    monitor = StragglerMonitor()
+    for number, own_seconds in enumerate(steps, 1):
+        if text := monitor.add(own_seconds):
+            return number, text
+    return 0, ""
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_rank_that_becomes_slow_is_named_within_20_steps(world_size):
+    clean = [[0.1] * world_size] * 30
+    slow = [0.1] * (world_size - 1) + [0.2]
+    number, text = first_report(clean + [slow] * 20)
+    assert 30 + 10 <= number <= 30 + 20
+    assert text.startswith(f"rank {world_size - 1} is slow: ")
+    assert "200.0 ms a step, 2.0 times the ranks' median of 100.0 ms" in text
+
+
+def test_slowest_rank_is_a_metric_before_it_is_reported():
+    monitor = StragglerMonitor()
+    for _ in range(9):
+        monitor.add([0.1, 0.12, 0.1])
+    assert monitor.slowest is None
+    monitor.add([0.1, 0.12, 0.1])
+    assert monitor.slowest is not None
+    assert monitor.slowest[0] == 1
+    assert monitor.slowest.ratio == pytest.approx(1.2)
+    assert not monitor.slowest.is_slow
+
+
+def test_message_is_not_repeated_for_1000_steps():
+    monitor = StragglerMonitor()
+    texts = [monitor.add([0.1, 0.3]) for _ in range(1100)]
+    assert len([text for text in texts if text]) == 2
+
+
+def disturbed(steps: int) -> list[list[float]]:
+    """Ranks of a busy host: noise of a fifth, and one step in eight three to ten times as long on one rank."""
+    draw = random.Random(0)
+    made = [[0.02 * draw.uniform(0.9, 1.1) for _ in range(4)] for _ in range(steps)]
+    for own_seconds in made:
+        if draw.random() < 0.125:
+            own_seconds[draw.randrange(4)] *= draw.uniform(3, 10)
+    return made
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        disturbed(3000),
+        [[0.1, 0.135]] * 100,  # below the ratio
+        [[0.001, 0.0025]] * 100,  # tiny steps
+        ([[0.1, 0.1]] * 10 + [[0.1, 0.2]] * 10) * 10,  # slow for ten steps at a time
+        [[0.1]] * 100,  # alone
+    ],
+    ids=["a busy host", "below the ratio", "tiny steps", "for a while", "alone"],
+)
+def test_no_rank_is_named(steps):
+    assert first_report(steps) == (0, "")
