@@ -80,13 +80,13 @@ class Checkpoint:
         index = parse_index(self._read(INDEX_FILE), source)
         files = {chunk.file for record in index.tensors.values() for chunk in record.chunks}
         if unknown := sorted(files - self.manifest.files.keys()):
-            raise CheckpointError(f"{source}: names files that are not in the manifest: {', '.join(unknown)}")
+            raise CheckpointError(f"{source}: names files that are not in {MANIFEST_FILE}: {', '.join(unknown)}")
         return index
 
     def _read(self, name: str) -> bytes:
         record = self.manifest.files.get(name)
         if record is None:
-            raise CheckpointError(f"{self.path}: {name} is not in the manifest; this checkpoint is incomplete")
+            raise CheckpointError(f"{self.path}: {name} is not in {MANIFEST_FILE}; this checkpoint is incomplete")
         data = read_json_bytes(self.path / name)
         if FileRecord.of(data) != record:
             raise CheckpointError(f"{self.path / name}: changed since the checkpoint was verified")
@@ -151,10 +151,12 @@ def _file_problem(path: Path, record: FileRecord) -> str | None:
         with open_regular(path, follow_links=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.size:
-                return f"{path}: {size} bytes, but {record.size} in the manifest"
+                return f"{path}: {size} bytes, but {record.size} in {MANIFEST_FILE}"
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return f"{path}: does not exist, but {MANIFEST_FILE} lists it"
     except OSError as error:
         return f"{path}: {error.strerror or error}"
     if digest != record.sha256:
-        return f"{path}: sha256 differs from the manifest: the file has changed"
+        return f"{path}: sha256 differs from {MANIFEST_FILE}: the file has changed"
     return None

@@ -114,7 +114,9 @@ def _prompts(arguments: argparse.Namespace) -> Sequence[Prompt]:
     if arguments.output is not None and arguments.output.exists():
         raise ConfigError(f"--output {arguments.output}: exists already; remove it or give another name")
     if arguments.prompt is not None:
-        return [Prompt(arguments.prompt, "the prompt", {"prompt": arguments.prompt})]
+        texts = arguments.prompt
+        names = [f"prompt {number}" for number in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
+        return [Prompt(text, name, {"prompt": text}) for text, name in zip(texts, names, strict=True)]
     if arguments.prompts is None:
         if sys.stdin.isatty():
             raise ConfigError("no prompt; give --prompt TEXT, --prompts FILE, or text on standard input")
@@ -127,9 +129,21 @@ def _prompts(arguments: argparse.Namespace) -> Sequence[Prompt]:
         return read_prompts(io.BufferedReader(file), str(path))
 
 
+class _Terminal:
+    """Standard output as a file of UTF-8, with the escaping of what commands print."""
+
+    def write(self, data: bytes) -> int:
+        """Writes the bytes as text."""
+        return sys.stdout.write(data.decode())
+
+
 @contextmanager
-def _output(path: Path | None) -> Iterator[BinaryIO]:
-    """A file that takes its name when all is written; without one, standard output."""
+def _output(path: Path | None) -> Iterator[BinaryIO | _Terminal]:
+    """A file that takes its name when all is written; without one, standard output, escaped on a terminal."""
+    if path is None and sys.stdout.isatty():
+        yield _Terminal()
+        sys.stdout.flush()
+        return
     if path is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

@@ -28,13 +28,16 @@ def run(arguments: argparse.Namespace) -> int:
         # Loaded once for all ranks; imported here, so that a signal meanwhile is recorded.
         from megalin.commands import train
         from megalin.launcher.launcher import launch
+        from megalin.parallel.diagnosis import StallLimits
         from megalin.train.config import check_launch, load_run_config
 
-        check_launch(load_run_config(arguments.config, arguments.overrides), world_size)
+        config = load_run_config(arguments.config, arguments.overrides)
+        check_launch(config, world_size)
         return launch(
             lambda: train.run(arguments),
             world_size,
             train.run_folder(arguments),
             signals=signals.received,
+            limits=StallLimits(config.train.hang_timeout_seconds, config.train.phase_timeout_seconds),
             max_restarts=arguments.max_restarts,
         )

@@ -6,16 +6,24 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megalin.errors import PreemptedError, RankFailedError
+from megalin.errors import PreemptedError, RankFailedError, RankStalledError
 from megalin.launcher.outcome import NOT_RESTARTED
 from megalin.launcher.rank_group import RankGroup
 from megalin.launcher.run_files import RunFiles
+from megalin.parallel.diagnosis import StallLimits
 
+NO_LIMITS = StallLimits(float("inf"), float("inf"))
 _RESUME = "the same command resumes from the newest valid checkpoint"
 
 
 def launch(
-    run: Callable[[], int], world_size: int, folder: Path, *, signals: Sequence[str], max_restarts: int = 0
+    run: Callable[[], int],
+    world_size: int,
+    folder: Path,
+    *,
+    signals: Sequence[str],
+    limits: StallLimits = NO_LIMITS,
+    max_restarts: int = 0,
 ) -> int:
     """Runs the ranks of a run to their end; returns the exit code.
 
@@ -24,10 +32,11 @@ def launch(
         world_size: number of ranks.
         folder: the run folder.
         signals: names of the signals that this process has received, which grow (`RecordedSignals`).
+        limits: longest times without progress of a rank.
         max_restarts: starts after the first one, unless the exit code would come back (`NOT_RESTARTED`).
 
     Raises:
-        RankFailedError: a rank died or left, in the last start.
+        RankFailedError: a rank died or left, in the last start; RankStalledError: one stalled.
         PreemptedError: SIGTERM or Ctrl-C before a rank had something to save.
     """
     restarts = 0
@@ -35,7 +44,7 @@ def launch(
         files = RunFiles(folder, world_size)
         failed = True
         try:
-            with RankGroup(run, world_size, files) as ranks:
+            with RankGroup(run, world_size, files, limits) as ranks:
                 end = ranks.wait(signals)
             failed = end.code not in (0, PreemptedError.exit_code)
         finally:
@@ -45,10 +54,9 @@ def launch(
         restarts += 1
         reason = end.message or f"the ranks ended with exit code {end.code}"
         print(f"{reason}; restart {restarts} of {max_restarts}", file=sys.stderr)
-    if end.message and end.code == RankFailedError.exit_code:
-        raise RankFailedError(f"{end.message}; {_RESUME}")
-    if end.message and end.code == PreemptedError.exit_code:
-        raise PreemptedError(f"{end.message}; {_RESUME}")
+    for error in (RankFailedError, RankStalledError, PreemptedError):
+        if end.message and end.code == error.exit_code:
+            raise error(f"{end.message}; {_RESUME}")
     if end.message:
         print(f"{end.message}; {_RESUME}", file=sys.stderr)
     return end.code

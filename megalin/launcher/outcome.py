@@ -61,13 +61,17 @@ def outcome(endings: Sequence[Ending]) -> GroupEnd:
     return GroupEnd(culprit.code if culprit.code > 0 else RankFailedError.exit_code, culprit)
 
 
-def grace_seconds(ending: Ending) -> float:
-    """Time that the other ranks have after this end of a rank to end by themselves."""
+def grace_seconds(ending: Ending, *, accused: bool) -> float:
+    """Time that the other ranks have after this end of a rank to end by themselves.
+
+    Args:
+        accused: watchdogs end the run because of a rank, which they name.
+    """
     if ending.code == 0 and ending.finished:
         return float("inf")  # rank 0 draws the loss curve
     if is_preempted(ending):
         return 10.0
-    return 3.0 if ending.code > 0 else 1.0
+    return 3.0 if ending.code > 0 or accused else 0.0
 
 
 def describe_end(ending: Ending) -> str:

@@ -94,6 +94,7 @@ class RankOutput:
         self._rests: dict[tuple[int, bool], bytes] = {}
         self._waiting: deque[_Waiting] = deque()
         self._recent: deque[_Waiting] = deque()
+        self._shows_missing = True
 
     def add(self, rank: int, data: bytes, now: float, *, shown: bool) -> None:
         """Adds output of a rank.
@@ -123,10 +124,15 @@ class RankOutput:
         self._waiting = deque(line for line in self._waiting if not rest and line.due > now)
         for line in sorted(due, key=lambda line: line.rank > 0):
             same = any(line.text == other.text and line.rank != other.rank for other in self._recent)
-            if line.prefix is not None and line.text and not same:
+            missing = line.text.startswith("RankFailedError: ") and not self._shows_missing
+            if line.prefix is not None and line.text and not same and not missing:
                 print(f"{line.prefix}{line.text}", file=sys.stderr)
             self._recent.append(line)
         sys.stderr.flush()
+
+    def hide_missing_ranks(self) -> None:
+        """Shows no more errors of ranks that miss another one: it has ended, and the reason is known."""
+        self._shows_missing = False
 
     def finish(self, rank: int, now: float) -> None:
         """Adds the last line of a rank that has ended, if it lacks its end."""

@@ -15,6 +15,8 @@ from megalin.launcher.outcome import describe_end, describe_place, grace_seconds
 from megalin.launcher.output import RankOutput
 from megalin.launcher.rank_process import Ending, ForkedProcess, RankProcess, read_available
 from megalin.launcher.run_files import OUTPUT_NAME, RunFiles
+from megalin.launcher.stall_watch import StallWatch
+from megalin.parallel.diagnosis import StallLimits
 from megalin.parallel.heartbeats import VARIABLE
 from megalin.parallel.store_process import loopback_listener, serve_store, store_environment
 
@@ -34,12 +36,13 @@ class End(NamedTuple):
 class RankGroup:
     """The ranks of one start, children of this process; a context manager, at whose end none is left."""
 
-    def __init__(self, run: Callable[[], int], world_size: int, files: RunFiles) -> None:
+    def __init__(self, run: Callable[[], int], world_size: int, files: RunFiles, limits: StallLimits) -> None:
         """Forks the process of the store and the ranks; to be called in the main thread, without others.
 
         Args:
             run: the command of a rank; its result is the exit code.
             files: the files of this start in the run folder.
+            limits: longest times without progress of a rank.
         """
         self._files, self._output = files, RankOutput()
         with loopback_listener() as listener:
@@ -50,10 +53,11 @@ class RankGroup:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             variables = {name: str(value) for name, value in place.items()} | common
             self._ranks.append(RankProcess(rank, variables, run))
+        self._watch = StallWatch(files.heartbeats, limits, [rank.pid for rank in self._ranks])
         self._running = list(self._ranks)
         self._endings: list[Ending] = []
         self._deadline = float("inf")
-        self._failure = ""
+        self._failure: RankFailedError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -78,6 +82,8 @@ class RankGroup:
             self._collect(now)
             if len(signals) > 1:
                 break
+            if self._failure is None and (verdict := self._watch.check()) is not None:
+                self._failure, self._deadline = verdict.error(), now
             # SIGTERM to one rank alone: in a step it makes all save, at the start it ends this rank.
             if passed_on == float("inf") and (signals or any(each.code == -signal.SIGTERM for each in self._endings)):
                 passed_on, warn_at = now, now + _QUIET_SECONDS
@@ -87,6 +93,7 @@ class RankGroup:
                 print(f"{signals[0]}: waiting for the ranks to save; another one ends them at once", file=sys.stderr)
             if now > self._deadline:
                 break
+        self._send(signal.SIGKILL)
         for rank in self._running:
             rank.end()
             self._drain(rank, time.monotonic())
@@ -122,18 +129,27 @@ class RankGroup:
                 self._running.remove(rank)
                 self._drain(rank, now)
                 self._endings.append(ending)
-                self._deadline = min(self._deadline, now + grace_seconds(ending))
-        if self._store.poll() is not None and not self._failure:
-            self._failure = "the process of the ranks' store died"
+                self._end_others_after(ending, now)
+        if self._store.poll() is not None and self._failure is None:
+            self._failure = RankFailedError("the process of the ranks' store died")
             self._deadline = min(self._deadline, now)
+
+    def _end_others_after(self, ending: Ending, now: float) -> None:
+        # Watchdogs kill a rank that has stalled before they leave themselves.
+        accused = any(slot.verdict for slot in self._files.heartbeats.slots())
+        self._deadline = min(self._deadline, now + grace_seconds(ending, accused=accused))
+        if outcome(self._endings).culprit == ending:
+            self._output.hide_missing_ranks()
 
     def _end(self, signals: Sequence[str]) -> End:
         if len(signals) > 1 and self._running:
             code = 128 + signal.Signals[signals[1]]
             return End(code, f"{signals[1]} again: the ranks were ended before they had saved")
         found = outcome(self._endings)
-        if found.culprit is None and self._failure and self._running:
-            return End(RankFailedError.exit_code, self._failure)
+        if found.culprit is None and self._failure is not None and self._running:
+            step = max(slot.step for slot in self._files.heartbeats.slots())
+            self._files.record_error(step, f"{type(self._failure).__name__}: {self._failure}")
+            return End(self._failure.exit_code, str(self._failure))
         if found.culprit is None:
             saved = found.code != PreemptedError.exit_code or any(each.code == found.code for each in self._endings)
             return End(found.code, "" if saved else f"{signals[0] if signals else 'SIGTERM'} before the first step")
@@ -143,7 +159,8 @@ class RankGroup:
         slot = self._files.heartbeats.slots()[rank]
         message = f"rank {rank} {describe_end(found.culprit)} {describe_place(slot)}"
         if code < 1 or rank > 0:  # rank 0 records its own exceptions
-            self._files.record_error(slot.step, message)
+            name = "RankFailedError: " if found.code == RankFailedError.exit_code else ""
+            self._files.record_error(slot.step, f"{name}{message}")
         output = self._output.raw.path
         return End(found.code, message + ("" if output is None else f"; output of all ranks: {output}"))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TextIO
 
-from megalin.errors import MegalinError
+from megalin.errors import MegalinError, RankFailedError
 from megalin.launcher.parent_death import end_with_parent
 from megalin.launcher.signals import SIGNALS
 from megalin.terminal_output import EscapedOutput
@@ -168,7 +168,11 @@ def _exit_code(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegalinError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        line = f"{type(error).__name__}: {error}"
+        if isinstance(error, RankFailedError):
+            os.write(2, f"{line}\n".encode())  # the launcher shows it, unless it knows why that rank has ended
+        else:
+            print(line, file=sys.stderr)
         return error.exit_code
 
 

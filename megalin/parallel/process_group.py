@@ -24,8 +24,8 @@ from megalin.parallel.rank_failures import Rendezvous, default_rendezvous, liven
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that makes NCCL allow several ranks on one GPU."""
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that choose the network interface of gloo and NCCL."""
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that chooses gloo's network interface."""
 
 
 def compute_device() -> torch.device:
@@ -75,17 +75,17 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
 
 @contextmanager
 def _loopback_interface() -> Iterator[None]:
-    """Keeps the sockets of gloo and NCCL on the loopback interface during the body, unless the environment chooses
-    another or ranks run on other hosts: both would accept connections on the address of this host's name."""
-    chosen = [name for name in _INTERFACES if name not in os.environ]
-    if not (_is_on_loopback() and "lo" in (name for _, name in socket.if_nameindex())):
-        chosen = []
-    os.environ.update(dict.fromkeys(chosen, "lo"))
+    """Keeps gloo's sockets on the loopback interface during the body, unless the environment chooses another or ranks
+    run on other hosts: gloo would accept connections on the address of this host's name."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    chosen = _GLOO_INTERFACE not in os.environ and _is_on_loopback() and "lo" in interfaces
+    if chosen:
+        os.environ[_GLOO_INTERFACE] = "lo"
     try:
         yield
     finally:
-        for name in chosen:
-            del os.environ[name]
+        if chosen:
+            del os.environ[_GLOO_INTERFACE]
 
 
 def _is_on_loopback() -> bool:

@@ -21,11 +21,10 @@ from typing import IO, NamedTuple
 
 from megalin.errors import RankFailedError, RankStalledError
 from megalin.parallel.diagnosis import RankView, StallLimits, Verdict, diagnose
-from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, RankSlot
-from megalin.parallel.process_state import ProcessState, process_state
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
+from megalin.parallel.process_state import process_state
+from megalin.parallel.rank_views import POLL_SECONDS, RankViews
 
-POLL_SECONDS = 0.5
-"""Interval of the readings. A longer gap, while the host or the job was suspended, counts as two intervals."""
 LEAVE_SECONDS = 2.5
 """Time for a rank's main thread to leave by itself after another rank died, before its watchdog ends the process."""
 LEAST_WARNING_SECONDS, WARNING_STEPS, WARNING_WINDOW = 15.0, 20.0, 50
@@ -69,13 +68,12 @@ class Watchdog:
         *,
         ends: bool = True,
     ) -> None:
-        self._file, self._heartbeat, self._rank, self._limits = file, heartbeat, rank, limits
+        self._heartbeat, self._rank, self._limits = heartbeat, rank, limits
         self._report, self._ends = report, ends
         self._stacks_path = stacks / f"rank-{rank}.txt"
         self._stacks: IO[str] | None = None
         self._steps: deque[float] = deque(maxlen=WARNING_WINDOW)
-        self._seen: dict[int, RankSlot] = {}
-        self._idle: dict[int, float] = {}
+        self._views = RankViews(file)
         self._warned: tuple[object, ...] = ()
         self._verdict: Verdict | None = None
         self._decided, self._ended = threading.Event(), threading.Event()
@@ -106,33 +104,12 @@ class Watchdog:
         return self._verdict
 
     def _run(self) -> None:
-        last = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
-            now = time.monotonic()
-            views = self._look(min(now - last, 2 * POLL_SECONDS))
-            last = now
+            views = self._views.read()
             limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self._median_step()))
             if verdict := diagnose(views, limits):
                 self._end(verdict)
             self._warn_of_stall(views)
-
-    def _look(self, gap: float) -> list[RankView]:
-        """Reads all slots, `gap` seconds after the last time."""
-        views = []
-        for slot in self._file.slots():
-            rank = slot.rank
-            self._idle[rank] = self._idle.get(rank, 0.0) + gap if self._seen.get(rank) == slot else 0.0
-            self._seen[rank] = slot
-            process = process_state(slot.pid, slot.started) if slot.started else ProcessState("running")
-            idle = self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
-            last = self._file.ring(rank)[-1:] if idle else []
-            note = self._file.note(rank) if slot.state == "failed" else ""
-            views.append(
-                RankView(
-                    slot, self._idle[rank], process, last[0] if last else None, note, time.monotonic() - slot.seconds
-                )
-            )
-        return views
 
     def _median_step(self) -> float:
         return statistics.median(self._steps) if self._steps else 0.0
@@ -145,7 +122,7 @@ class Watchdog:
         verdict = diagnose(views, StallLimits(limit, float("inf")))
         if verdict is None or verdict.exit_code != RankStalledError.exit_code:
             return
-        stall = self._seen[verdict.ranks[0]][:5]
+        stall = self._views.seen[verdict.ranks[0]][:5]
         if stall == self._warned:
             return
         self._warned = stall
@@ -155,7 +132,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         """Ends this process with the verdict, unless its main thread leaves before."""
-        own = self._seen[self._rank]
+        own = self._views.seen[self._rank]
         if own.state in ("failed", "done") or not self._ends:
             return
         self._heartbeat.accuse(verdict.exit_code, verdict.ranks[0])
@@ -192,14 +169,14 @@ class Watchdog:
         """The rank that reports: the lowest one that is not named and is there, else the lowest named one."""
         others = [
             rank
-            for rank, slot in self._seen.items()
+            for rank, slot in self._views.seen.items()
             if rank not in verdict.ranks and slot.state not in ("absent", "done", "failed")
         ]
         return min(others or verdict.ranks)
 
     def _signal(self, verdict: Verdict, number: int) -> None:
         """Sends a signal to the named ranks whose processes still exist, except this one."""
-        for slot in (self._seen[rank] for rank in verdict.ranks if rank != self._rank):
+        for slot in (self._views.seen[rank] for rank in verdict.ranks if rank != self._rank):
             if slot.pid and process_state(slot.pid, slot.started).state != "dead":
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(slot.pid, number)

@@ -49,19 +49,14 @@ class Case(NamedTuple):
     recompute: bool
     """True if the parallel run recomputes activations."""
     seed: int = 0
-    float8_min_width: int = FLOAT8_MIN_WIDTH
-    """Smallest width of a layer that multiplies in FP8, for dtype float8."""
+    float8: Float8Settings | None = None
+    """The FP8 matmuls, for dtype float8."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The torch dtype."""
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         return dtypes.get(self.dtype, torch.float64)
-
-    @property
-    def float8(self) -> Float8Settings | None:
-        """The FP8 matmuls; None for another dtype."""
-        return Float8Settings(self.float8_min_width) if self.dtype == "float8" else None
 
     @property
     def world_size(self) -> int:
@@ -253,7 +248,6 @@ def make_case(
     if problem := parallel.split_backward_problem(recompute=recompute, compiled=False):
         raise ConfigError(f"parallel.{problem}")
     check_model(chosen, parallel, length)
-    min_width = MIN_WIDTH if full else FLOAT8_MIN_WIDTH
-    if float8:
-        check_float8_layers(chosen, parallel, Float8Settings(min_width))
-    return Case(chosen, parallel, data_size, dtype, length, recompute, float8_min_width=min_width)
+    settings = Float8Settings(MIN_WIDTH if full else FLOAT8_MIN_WIDTH) if float8 else None
+    check_float8_layers(chosen, parallel, settings)
+    return Case(chosen, parallel, data_size, dtype, length, recompute, float8=settings)

@@ -47,7 +47,7 @@ class OperandRecorder:
         found = {}
         for name, linear in self._layers:
             for index, operands in enumerate(self._found[name]):
-                for operand, codes, scales in _full(linear, operands, num_samples, mesh):
+                for operand, codes, scales in full_operands(linear, operands, num_samples, mesh):
                     found[f"{CODES}:{name}.{operand}.{index}"] = codes.clone().cpu()
                     found[f"{SCALES}:{name}.{operand}.{index}"] = scales.clone().cpu()
         return found
@@ -75,7 +75,7 @@ def _layers(model: TrainedModel) -> list[tuple[str, Linear]]:
     return [layer for stage in stages for layer in float8_linears(stage)]
 
 
-def _full(
+def full_operands(
     linear: Linear, operands: Operands, num_samples: int, mesh: Mesh | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each operand's name, its full codes and the scales of its full rows.

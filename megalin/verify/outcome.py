@@ -135,9 +135,9 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
     outcome: Outcome = {}
     for index, batch in enumerate(batches):
         outcome |= _forward_outcome(case, axes, model, batch, full[index], index)
-    recorder = OperandRecorder(model)
+    recorder = OperandRecorder(model) if case.dtype == "float8" else None
     losses, counts = accumulate_gradients(model, batches, mesh)
-    outcome |= recorder.tensors(SAMPLES_PER_RANK, mesh)
+    outcome |= {} if recorder is None else recorder.tensors(SAMPLES_PER_RANK, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         # A copy: without sharding the full gradient is the gradient itself, which clipping scales in place.
@@ -147,7 +147,7 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
         outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
-    if case.float8 is not None:  # a forward with the scales of the changed weights
+    if case.dtype == "float8":  # a forward with the scales of the changed weights
         stepped = _forward_outcome(case, axes, model, batches[0], full[0], 0)
         outcome |= {f"{STEPPED}{name}": tensor for name, tensor in stepped.items()} | weight_magnitudes(model, mesh)
     return _merge(gather_tensors(outcome, mesh.pp.group))
@@ -179,15 +179,12 @@ def run_reference(
         recompute: recomputes activations, with the same bits, for a model whose activations do not fit.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    model = _build_initialized(case, wide, device, recompute=recompute)
+    model = build_initialized(case, wide, device, recompute=recompute)
     # As on the mesh: the optimizer's weights and gradient sums are wide, the weights of the forward are not.
-    recorder = OperandRecorder(model)
+    recorder = OperandRecorder(model) if case.dtype == "float8" else None
     masters = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
-    precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
-    for parameter in model.parameters():
-        if parameter not in precise:
-            parameter.data = (parameter.data if dither is None else _dithered(parameter.data, dither)).to(dtype)
+    round_weights(model, dtype, dither)
     batches = [batch_to(batch, device) for batch in make_batches(case)]
     outcome: Outcome = {}
     counts = torch.stack([batch.label_counts() for batch in batches]).sum(0).tolist()
@@ -211,7 +208,7 @@ def run_reference(
     for name, master in masters.items():
         outcome[f"gradient:{name}"], master.grad = gradients[name].clone(), gradients[name]
     outcome["loss"] = total
-    outcome |= recorder.tensors(SAMPLES_PER_RANK * case.data_size)
+    outcome |= {} if recorder is None else recorder.tensors(SAMPLES_PER_RANK * case.data_size)
     outcome |= _step(masters)
     return outcome
 
@@ -220,13 +217,21 @@ def run_reference(
 def run_stepped(case: Case, weights: Outcome, device: torch.device) -> Outcome:
     """Runs one process's forward of the first micro-batch with the weights `weight:<p>` of another outcome; returns
     logits and losses under `STEPPED`, and the weights' magnitudes."""
-    model = _build_initialized(case, case.compute_dtype, device)
+    model = build_initialized(case, case.compute_dtype, device)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[f"weight:{name}"])
     model.after_optimizer_step()
     batch = batch_to(make_batches(case)[0], device)
     stepped = _forward_outcome(case, _Axes(), model, batch, batch, 0)
     return {f"{STEPPED}{name}": tensor for name, tensor in stepped.items()} | weight_magnitudes(model)
+
+
+def round_weights(model: Model, dtype: torch.dtype, dither: torch.Generator | None = None) -> None:
+    """Rounds the weights to `dtype`, to nearest or with `dither` stochastically, but for those that compute in fp32."""
+    precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if parameter not in precise:
+            parameter.data = (parameter.data if dither is None else _dithered(parameter.data, dither)).to(dtype)
 
 
 def on_host(outcome: Outcome) -> Outcome:
@@ -243,13 +248,13 @@ def _dithered(x: Tensor, generator: torch.Generator) -> Tensor:
 def run_step(case: Case, gradients: Outcome, device: torch.device) -> Outcome:
     """Runs one process's optimizer step from the same weights with the gradients `gradient:<p>` of another outcome, all
     in fp32; returns `grad_norm` and `weight:<p>`."""
-    masters = dict(_build_initialized(case, torch.float32, device).named_parameters())
+    masters = dict(build_initialized(case, torch.float32, device).named_parameters())
     for name, master in masters.items():
         master.grad = gradients[f"gradient:{name}"].to(device, torch.float32, copy=True)  # clipped in place
     return on_host(_step(masters))
 
 
-def _build_initialized(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: bool = False) -> Model:
+def build_initialized(case: Case, dtype: torch.dtype, device: torch.device, *, recompute: bool = False) -> Model:
     """Builds the full model with its initial weights."""
     model = make_model(case.model, recompute=recompute).to(dtype)
     if case.float8 is not None:

@@ -63,7 +63,7 @@ def test_every_flipped_byte_is_seen(tmp_path: Path) -> None:
     good = path.read_bytes()
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-        with pytest.raises(CheckpointError, match=r"sha256 differs from the manifest"):
+        with pytest.raises(CheckpointError, match=r"sha256 differs from manifest.json"):
             newest(tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_only_exact_names_are_checkpoints(tmp_path: Path, name: str) -> None:
     [
         (("files", "../outside"), {"size": 1, "sha256": "0" * 64}, "not a manifest"),
         (("files", "/etc/passwd"), {"size": 1, "sha256": "0" * 64}, "not a manifest"),
-        (("files", "index.json", "size"), 2**70, "in the manifest"),
+        (("files", "index.json", "size"), 2**70, "in manifest.json"),
         (("files", "index.json", "size"), -1, "not a manifest"),
         (("files", "index.json", "sha256"), "x", "not a manifest"),
         (("format",), 2, "not a manifest: format"),
@@ -167,7 +167,7 @@ _CHUNK = ("tensors", "embedding.weight", "chunks", "0")
     ("keys", "value", "message"),
     [
         ((*_CHUNK, "file"), "../outside.safetensors", "not a checkpoint index: tensors.embedding.weight"),
-        ((*_CHUNK, "file"), "train_stat.json", "names files that are not in the manifest: train_stat.json"),
+        ((*_CHUNK, "file"), "train_stat.json", "names files that are not in manifest.json: train_stat.json"),
         ((*_CHUNK, "file"), "train_state.json", "not a safetensors file"),
         ((*_CHUNK, "lengths"), [12, 2], "its chunks have 24 elements, but shape .12, 4. has 48"),
         ((*_CHUNK, "lengths"), [2**60, 4], "not a checkpoint index"),
@@ -193,7 +193,7 @@ def test_a_manifest_without_its_index_is_refused(tmp_path: Path) -> None:
     manifest = json.loads((directory / "manifest.json").read_text())
     del manifest["files"]["index.json"]
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"index\.json is not in the manifest"):
+    with pytest.raises(CheckpointError, match=r"index\.json is not in manifest\.json"):
         _load(tmp_path)
 
 

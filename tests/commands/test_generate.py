@@ -45,6 +45,20 @@ def test_generate_continues_the_prompt(trained, capsys):
     assert output(capsys, *command) == output(capsys, *command, "--temperature", 0.8, "--repetition-penalty", 1)
 
 
+def test_prompts_of_a_command_are_continued_in_order(trained, capsys):
+    options = ["--max-tokens", 4, "--temperature", 0]
+    each = [output(capsys, "generate", trained, "--prompt", text, *options) for text in ("!#%", "bc")]
+    assert output(capsys, "generate", trained, "--prompt", "!#%", "--prompt", "bc", *options) == "".join(each)
+
+
+def test_text_on_a_terminal_has_no_control_characters(trained, capsys, monkeypatch):
+    command = ["generate", str(trained), "--prompt", "\x1b[2Jä", "--max-tokens", "1"]
+    assert output(capsys, *command).startswith("\x1b[2Jä")  # a file takes it as it is
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("\\x1b[2Jä")
+
+
 def test_generate_loads_the_trained_weights(trained):
     model, tokenizer = load_for_generation(trained, CPU)
     saved = checkpoint_tensors(trained)

@@ -67,6 +67,16 @@ def _split(line: str) -> list[str]:
     return shlex.split(line.partition(" > ")[0])
 
 
+def test_missing_arguments_are_named_after_the_usage(capsys: pytest.CaptureFixture[str]):
+    for words, missing in ((["train"], "config"), (["data", "inspect"], "prefix")):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        error = capsys.readouterr().err
+        name = f"megalin {' '.join(words)}"
+        assert error.startswith(f"usage: {name} [-h] ")
+        assert error.endswith(f"{name}: error: the following arguments are required: {missing}\n")
+
+
 def test_an_unknown_word_after_a_group_of_commands_is_refused(capsys: pytest.CaptureFixture[str]):
     for words in (["data", "--nothing"], ["--nothing"]):
         with pytest.raises(SystemExit, match="2"):

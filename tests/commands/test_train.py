@@ -358,7 +358,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(run, config, trained, capl
     (run / "checkpoints" / ".tmp-step-00000014-0a0b0c0d").mkdir()
     with caplog.at_level(logging.WARNING):
         assert main(["train", str(config), "--folder", str(run)]) == 0
-    assert f"{damaged}: sha256 differs from the manifest: the file has changed" in caplog.text
+    assert f"{damaged}: sha256 differs from manifest.json: the file has changed" in caplog.text
     assert "step-00000010" in caplog.text
     assert "step-00000008" not in caplog.text
     warned = [line["message"] for line in _incidents(run) if line["kind"] == "warning"]

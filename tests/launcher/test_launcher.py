@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalin.errors import ConfigError, DataError, PreemptedError, RankFailedError
+from megalin.errors import ConfigError, DataError, PreemptedError, RankFailedError, RankStalledError
 from megalin.launch import adopt_launcher
-from megalin.launcher.launcher import launch
+from megalin.launcher.launcher import NO_LIMITS, launch
 from megalin.launcher.outcome import GroupEnd, outcome
 from megalin.launcher.rank_process import Ending, ForkedProcess
 from megalin.launcher.signals import RecordedSignals
+from megalin.parallel.diagnosis import StallLimits
 from megalin.parallel.heartbeats import VARIABLE, Heartbeat, HeartbeatFile
 from megalin.parallel.process_group import process_group
 
@@ -70,9 +71,11 @@ def _children() -> set[int]:
     return found
 
 
-def _launch(run: Callable[[], int], folder: Path, *, world_size: int = 2, restarts: int = 0) -> int:
+def _launch(
+    run: Callable[[], int], folder: Path, *, world_size: int = 2, restarts: int = 0, limits: StallLimits = NO_LIMITS
+) -> int:
     with RecordedSignals() as signals:
-        return launch(run, world_size, folder, signals=signals.received, max_restarts=restarts)
+        return launch(run, world_size, folder, signals=signals.received, max_restarts=restarts, limits=limits)
 
 
 def test_ranks_meet_in_the_launchers_store(tmp_path, capfd):
@@ -109,7 +112,7 @@ def test_a_rank_that_a_signal_ends_is_named_with_its_step(tmp_path, number):
     ):
         _launch(run, folder)
     assert raised.value.exit_code == 6
-    assert '"step": 7, "time": ' in (folder / "incidents.jsonl").read_text()
+    assert '"message": "RankFailedError: rank 1 was killed' in (folder / "incidents.jsonl").read_text()
     assert HeartbeatFile.open(folder / "heartbeats").slots()[1].step == 7
 
 
@@ -125,6 +128,31 @@ def test_a_rank_that_leaves_with_0_is_named(tmp_path):
         pytest.raises(RankFailedError, match=r"^rank 2 left before its end, with exit code 0 in step 3"),
     ):
         _launch(run, tmp_path, world_size=3)
+
+
+def test_ranks_that_are_all_stopped_are_named_by_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalin.launcher.stall_watch._LATER_SECONDS", 0.0)
+
+    def run() -> int:
+        _beat(step=4)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+    with _no_process_left(), pytest.raises(RankStalledError, match=r"^rank 0 stalled.* in step 4.*SIGSTOP.*rank 1"):
+        _launch(run, tmp_path, limits=StallLimits(1.0, 1.0))
+
+
+def test_a_rank_that_is_stopped_before_its_first_heartbeat_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalin.launcher.stall_watch._LATER_SECONDS", 0.0)
+
+    def run() -> int:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+        return 0
+
+    with _no_process_left(), pytest.raises(RankStalledError, match=r"^rank 1 stalled.* in the phase start.*SIGSTOP"):
+        _launch(run, tmp_path, limits=StallLimits(1.0, 50.0))
 
 
 def test_an_exception_shows_its_traceback_once_and_last(tmp_path, capfd):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +12,14 @@ import pytest
 
 from megalin.__main__ import main
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.process_group import compute_device
 from megalin.verify import faults
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import TensorError, kind
 from megalin.verify.float8 import count_planned, count_recorded
-from megalin.verify.run import FaultResult, print_rows, self_test
+from megalin.verify.run import FaultResult, compare_models, print_rows, self_test
+from megalin.verify.single_layers import compare_layers
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
 
@@ -64,16 +68,61 @@ def check(cases: list[Case], results: list[list[TensorError]]) -> None:
         assert {"codes", "scales", "magnitudes", "stepped_logits", "gradient"} <= {kind(row.name) for row in rows}
 
 
+Part = Callable[[Case, Mesh], list[TensorError]]
+
+
+def compare_all(cases: list[Case], part: Part) -> list[list[TensorError]]:
+    """One part of `verify` of each case; cases with equal axes share a mesh."""
+    meshes: dict[ParallelConfig, Mesh] = {}
+    for each in cases:
+        if each.parallel not in meshes:
+            meshes[each.parallel] = Mesh(each.parallel, compute_device())
+    return [part(each, meshes[each.parallel]) for each in cases]
+
+
 def test_fp8_on_a_mesh_is_that_of_one_process():
     cases = [case(FAST[0], tp=2, sequence_parallel=True, recompute=True), case(FAST[1], tp=2)]
-    check(cases, run_ranks(2, verify_all, cases)[0])
+    check(cases, run_ranks(2, compare_all, cases, compare_models)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", MESHES)
 def test_fp8_of_every_decoder_family_on_meshes_is_that_of_one_process(world_size: int):
     cases = [case(name, **mesh) for mesh in MESHES[world_size] for name in FAMILIES]
-    check(cases, run_ranks(world_size, verify_all, cases, timeout=280.0)[0])
+    check(cases, run_ranks(world_size, compare_all, cases, compare_models, timeout=280.0)[0])
+
+
+def check_layers(cases: list[Case], results: list[list[TensorError]]) -> None:
+    for each, rows in zip(cases, results, strict=True):
+        assert [row for row in rows if not row.passed] == [], each
+        layers = count_planned(each).layers
+        counts = Counter(kind(row.name) for row in rows)
+        assert counts == {"single_codes": 4 * layers, "single_scales": 4 * layers} | dict.fromkeys(
+            ("single_y", "single_dx", "single_dw"), layers
+        )
+        assert all(1e-3 < row.bound < 2e-2 for row in rows if kind(row.name) in ("single_y", "single_dx", "single_dw"))
+
+
+def test_a_layer_by_itself_in_bf16_has_the_codes_of_one_process():
+    cases = [case(FAST[1], tp=2, sequence_parallel=True)]
+    check_layers(cases, run_ranks(2, compare_all, cases, compare_layers)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_layers_of_every_decoder_family_by_themselves_in_bf16_have_the_codes_of_one_process(world_size: int):
+    meshes = [mesh for mesh in MESHES[world_size] if "pp_schedule" not in mesh]
+    cases = [case(name, **mesh) for mesh in meshes for name in FAMILIES]
+    check_layers(cases, run_ranks(world_size, compare_all, cases, compare_layers, timeout=280.0)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "mesh"), [(2, {"tp": 2}), (3, {"cp": 3}), (2, {"pp": 2})])
+def test_all_parts_pass(world_size: int, mesh: dict[str, Any]):
+    cases = [case(name, **mesh) for name in ("transnormerllm-385m", "hgrn2-160m", "llama-70m")]
+    for rows in run_ranks(world_size, verify_all, cases, timeout=280.0)[0]:
+        assert [row for row in rows if not row.passed] == []
+        assert {"logits", "codes", "single_codes", "bf16_logits"} <= {kind(row.name) for row in rows}
 
 
 def self_test_of_fp8(each: Case) -> list[FaultResult]:
@@ -115,6 +164,7 @@ def test_the_number_of_codes_that_differ_is_printed(capsys):
     assert "2 matmuls of 1 linear layers in FP8; 9 codes and 0 scales differ" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_compares_in_fp8(capsys):
     assert main(["verify", FAST[1], "--dtype", "float8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

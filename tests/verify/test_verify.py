@@ -73,7 +73,8 @@ def test_every_mesh_agrees_with_one_process(model, world_size):
 )
 def test_every_planted_fault_is_seen(sequence_parallel):
     results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, sequence_parallel=sequence_parallel))[0]
-    assert [result.fault for result in results] == [fault.name for fault in FAULTS if fault.axis in ("tp", "data")]
+    planted = [fault.name for fault in FAULTS if fault.axis in ("tp", "data") and not fault.float8]
+    assert [result.fault for result in results] == planted
     assert [result.fault for result in results if not result.seen] == []
     assert all(result.worst.error > 100 * result.worst.bound for result in results)
 

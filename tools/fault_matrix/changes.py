@@ -224,3 +224,20 @@ def fail_on_rank(rank: int, step: int, kind: str) -> None:
         torch.ones(1 << 30)
 
     at_step(step, fail)
+
+
+def slow_phases(seconds: float) -> None:
+    """Opening the data, every step, every evaluation and every save take this time longer."""
+    from megalin.train import loop
+
+    slow_steps(seconds)
+    for owner, name in ((loop.TrainingLoop, "_open_data"), (loop, "evaluate"), (loop, "save")):
+        setattr(owner, name, _delayed(getattr(owner, name), seconds))
+
+
+def _delayed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def delayed(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **options)
+
+    return delayed

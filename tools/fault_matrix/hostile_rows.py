@@ -73,6 +73,8 @@ def _hostile_tokenizers(lab: Lab) -> None:
     lab.expect_refusal(outcome, 3, r"tokenizer\.json", "at most", seconds=5)
 
 
+_LIMIT_SECONDS = 30.0
+"""Longest time of a command on a busy machine, whose start alone takes some; each needs at most a CPU second."""
 _REPEAT = "[[model.layers]]\nrepeat = 999999999\n[[model.layers.sublayers]]\ntype = 'tnl'\nnum_heads = 2\n"
 _HOSTILE_TOML = {
     "deep arrays": "x = " + "[" * 50_000,
@@ -89,20 +91,22 @@ def _hostile_configs(lab: Lab) -> None:
     path = lab.folder / "hostile.toml"
     for name, content in _HOSTILE_TOML.items():
         path.write_text(content)
-        _expect_one_line(lab, name, lab.run("train", path, "--folder", lab.folder / "run", seconds=10))
+        _expect_one_line(lab, name, lab.run("train", path, "--folder", lab.folder / "run", seconds=_LIMIT_SECONDS))
     path.unlink()
     os.mkfifo(path)
-    _expect_one_line(lab, "named pipe", lab.run("train", path, seconds=10))
+    _expect_one_line(lab, "named pipe", lab.run("train", path, seconds=_LIMIT_SECONDS))
     good = lab.config()
     for override in ("train.steps=9**9**9", "train.steps=" + "9" * 5_000, "model.layers.0.repeat=999999999"):
-        outcome = lab.run("train", good, override, "--folder", lab.folder / "run", seconds=10)
+        outcome = lab.run("train", good, override, "--folder", lab.folder / "run", seconds=_LIMIT_SECONDS)
         _expect_one_line(lab, override[:20], outcome)
     aliases = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40))])
     foreign = {"alias bomb": aliases, "object": "a: !!python/object/apply:os.mkdir [ran]", "deep": "[" * 50_000}
     for name, content in foreign.items():
         neox = lab.folder / f"{name.split()[0]}.yml"
         neox.write_text(content)
-        _expect_one_line(lab, f"YAML {name}", lab.run("data", "import-config", neox, seconds=10))
+        outcome = lab.run("data", "import-config", neox, lab.folder / "out.toml", seconds=_LIMIT_SECONDS)
+        _expect_one_line(lab, f"YAML {name}", outcome)
+        lab.check(f"YAML {name}: the file is named", str(neox) in outcome.text, outcome.last_line[:80])
     lab.check("no code runs", not Path("ran").exists())
 
 

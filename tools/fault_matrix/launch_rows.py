@@ -1,20 +1,27 @@
-"""Faults of the ranks of `megalin launch`, and signals to it: F01, F04 to F07, F12, F15, F38."""
+"""Faults of the ranks of `megalin launch`, and signals to it: F01, F04 to F08, F12, F15, F38."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import re
 import signal
 import socket
 from functools import partial
+from typing import NamedTuple
 
 from fault_matrix import changes
 from fault_matrix.lab import STEPS, Lab, ledger, step_folder
 from fault_matrix.process_rows import reached
 from fault_matrix.processes import Running, wait_until_ended
 from fault_matrix.table import fault
+from megalin.errors import StorageError
+from megalin.parallel.heartbeats import HeartbeatFile
 
+PHASES = ("start", "step", "save", "evaluation")
+"""Phases in which ranks are killed and stopped."""
 _SECONDS = 5.0
 """Longest time from the failure of a rank to the end of all."""
 
@@ -30,24 +37,56 @@ def _ends(lab: Lab, running: Running, code: int, *patterns: str, seconds: float 
     lab.check("no process is left", wait_until_ended(processes, seconds=_SECONDS), f"{processes}")
 
 
+class Strike(NamedTuple):
+    """A rank that gets a signal in a phase of the run."""
+
+    world_size: int
+    rank: int
+    phase: str
+
+    @classmethod
+    def random(cls) -> Strike:
+        """The first, a middle or the last of two or four ranks, in any phase."""
+        world_size = random.choice((2, 4))
+        return cls(world_size, random.choice((0, world_size // 2, world_size - 1)), random.choice(PHASES))
+
+    def start(self, lab: Lab, number: int, *overrides: str) -> Running:
+        """Starts a run and sends the signal."""
+        config = lab.config(
+            data={"validation": [str(lab.shard("validation", seed=2))]},
+            train={"micro_batch_size": 1, "evaluate_every_steps": 3, "evaluate_batches": 1},
+        )
+        change = partial(changes.slow_phases, 1.0)
+        running = lab.start_launch(config, *overrides, ranks=self.world_size, change=change)
+        struck = running.wait_until(lambda: self._is_there(lab), seconds=60)
+        lab.check(f"rank {self.rank} of {self.world_size} in {self.phase}", struck, running.text[-200:])
+        os.kill(running.children[1 + self.rank], number)
+        return running
+
+    def _is_there(self, lab: Lab) -> bool:
+        # At the start the file lies near the run folder.
+        for path in (*lab.folder.glob(".megalin-launch-*/heartbeats"), lab.folder / "run" / "heartbeats"):
+            with contextlib.suppress(StorageError):
+                return HeartbeatFile.open(path).slots()[self.rank].phase == self.phase
+        return False
+
+
 @fault("F01", "a rank is killed in a step")
 def _killed_rank(lab: Lab) -> None:
-    _, expected = lab.finished_run("expected")
-    config, run = lab.config(), lab.folder / "run"
-    world_size, restarts = random.choice([(2, 1), (4, 0)])
-    rank = random.randrange(world_size)
-    options = ["--max-restarts", str(restarts), "train.micro_batch_size=1"]
-    running = lab.start_launch(config, *options, ranks=world_size, change=partial(changes.slow_steps, 0.2))
-    running.wait_until(lambda: reached(run, 2), seconds=60)
-    os.kill(running.children[1 + rank], signal.SIGKILL)
-    named = running.wait_until(lambda: f"rank {rank} was killed by SIGKILL" in running.text, seconds=_SECONDS)
+    strike = Strike.random()
+    restarts = random.choice((0, 1))
+    running = strike.start(lab, signal.SIGKILL, "--max-restarts", str(restarts))
+    message = f"rank {strike.rank} was killed by SIGKILL"
+    named = running.wait_until(lambda: message in running.text, seconds=_SECONDS)
     lab.check("named within 5 s", named, running.text[-200:])
     if restarts:
         lab.expect_success(running.wait(seconds=60), "restarted")
     else:
-        _ends(lab, running, 6, rf"rank {rank} was killed by SIGKILL .* in step \d", seconds=_SECONDS)
-        lab.expect_success(lab.train(config), "resumed")
-    lab.check("no step lost or repeated", ledger(run) == ledger(expected), f"{len(ledger(run))} lines")
+        place = {"start": "at its start", "step": r"in step \d;"}.get(strike.phase, rf"in step \d, {strike.phase};")
+        _ends(lab, running, 6, f"{message} .* {place}", seconds=_SECONDS)
+        lab.expect_success(lab.train(lab.folder / "tiny.toml"), "resumed")
+    done = [json.loads(line)["step"] for line in ledger(lab.folder / "run")]
+    lab.check("no step lost or repeated", done == list(range(1, STEPS + 1)), f"{done}")
 
 
 @fault("F04", "the launcher is killed")
@@ -86,6 +125,15 @@ def _leaving_rank(lab: Lab) -> None:
 @fault("F07", "a rank is out of memory")
 def _full_memory(lab: Lab) -> None:
     _failing(lab, "memory", 10, r"rank {rank} is out of host memory: .* GiB resident, limits: address space")
+
+
+@fault("F08", "a rank is stopped")
+def _stopped_rank(lab: Lab) -> None:
+    strike = Strike.random()
+    running = strike.start(lab, signal.SIGSTOP, "train.hang_timeout_seconds=10")
+    place = {"start": "phase start", "step": r"step \d \(phase: step\)"}.get(strike.phase, strike.phase)
+    _ends(lab, running, 7, rf"RankStalledError: rank {strike.rank} stalled: .*{place}.*SIGSTOP", seconds=15.0)
+    lab.expect_success(lab.train(lab.folder / "tiny.toml"), "resumed")
 
 
 @fault("F12", "SIGTERM to the launcher")

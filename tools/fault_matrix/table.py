@@ -24,7 +24,6 @@ _HANGS = "hangs and launchers"
 _DRIFT = "drift, spikes, saves and stragglers"
 
 LATER: dict[str, tuple[str, str]] = {
-    "F08": ("a rank is stopped", _HANGS),
     "F09": ("another order of collectives", _HANGS),
     "F10": ("a data worker is stuck", _HANGS),
     "F19": ("loss spike", _DRIFT),

@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megalin {__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes LOCAL_RANK as an option too
     parser.set_defaults(command=None, overview=parser)
-    commands = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(prog="megalin", metavar="COMMAND", help=argparse.SUPPRESS)
     data_groups = {title: _lines(group) for title, group in DATA.items()}
     data = commands.add_parser(
         "data",
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     data.set_defaults(overview=data)
-    data_commands = data.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS)
+    data_commands = data.add_subparsers(prog="megalin data", metavar="COMMAND", help=argparse.SUPPRESS)
     for subparsers, members in ((commands, GROUPS), (data_commands, DATA)):
         for command in (command for group in members.values() for command in group):
             _add(subparsers, command)
@@ -58,6 +58,9 @@ def _add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], comman
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
+    for action in parser._actions:
+        if action.nargs == argparse.ZERO_OR_MORE:
+            action.required = False  # else argparse names it among arguments that are missing
     parser.set_defaults(command=command)
 
 

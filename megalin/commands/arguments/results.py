@@ -54,7 +54,8 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, help="a run folder")
     add("overrides", nargs="*", metavar="key=value", help="parallel.tp=2: ranks that share the weights (1)")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to continue; without it and --prompts, standard input")
+    text = "a text to continue (may be given again); without it and --prompts, standard input"
+    source.add_argument("--prompt", action="append", help=text)
     source.add_argument(
         "--prompts", metavar="FILE", help='JSON Lines, a text as "prompt" in each; "-": from standard input'
     )
