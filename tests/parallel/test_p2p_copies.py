@@ -146,7 +146,7 @@ INTERLEAVED = ('parallel.pp_schedule="interleaved"', "parallel.pp_stages_per_ran
     [
         (2, ["parallel.pp=2"]),
         pytest.param(4, ["parallel.pp=4"], marks=pytest.mark.slow),
-        pytest.param(2, ["parallel.pp=2", *INTERLEAVED], marks=pytest.mark.slow),
+        (2, ["parallel.pp=2", *INTERLEAVED]),
         pytest.param(
             4,
             ["parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *INTERLEAVED],
