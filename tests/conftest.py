@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 import pytest
 import torch
 
-import tests.rare_collections
+from tests.rare_collections import freeze_again
 
 if not torch.cuda.is_available():
     import tests.interpreter  # noqa: F401
@@ -24,8 +24,7 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    if not gc.get_freeze_count():  # since a run of the trainer in this process, whose end lets all objects go
-        gc.freeze()
+    freeze_again()
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -16,7 +16,6 @@ _run_ranks = partial(
     preload=(
         "tests.rare_collections",
         "pytest",
-        "deepspeed",
         "matplotlib.backends.backend_agg",
         "matplotlib.figure",
         "torch._inductor.compile_fx",

@@ -6,7 +6,7 @@ mesh, batch, engine, optimizer and its peak learning rate.
 
 python tools/benchmark_train.py transnormerllm-1b-64k train.compile=true
 python tools/benchmark_train.py run.toml train.recompute=true parallel.zero=2
-python tools/benchmark_train.py transnormerllm-1b train.compile=true 'train.matmul_dtype="float8"'
+python tools/benchmark_train.py transnormerllm-1b train.compile=true train.matmul_dtype=float8
 python tools/benchmark_train.py hgrn2-1b model.vocab_size=50304 train.compile=true --roofline --baseline fla
 python tools/benchmark_train.py danet-base train.micro_batch_size=64 data.sequence_length=512
 torchrun --nproc-per-node 2 tools/benchmark_train.py hgrn2-1b parallel.tp=2 train.cuda_graphs=true --profile
