@@ -226,7 +226,7 @@ def test_examples_of_the_help_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path).rename("run.toml")
     examples = re.findall(r"(?:--nproc-per-node (\d) |python )tools/benchmark_train.py (.*)", benchmark_train.__doc__)
-    assert len(examples) == 8
+    assert len(examples) == 9
     for ranks, command in examples:
         monkeypatch.setattr(sys, "argv", ["benchmark_train.py", *shlex.split(command)])
         arguments = benchmark_train.parse_arguments()
