@@ -41,7 +41,7 @@ class GroupEnd(NamedTuple):
     """The rank that ended the others; None where all agreed."""
 
 
-def is_preempted(ending: Ending) -> bool:
+def _is_preempted(ending: Ending) -> bool:
     """Whether SIGTERM ended the rank: with all steps saved, or before it had any."""
     return ending.code in (PreemptedError.exit_code, -signal.SIGTERM)
 
@@ -51,7 +51,7 @@ def outcome(endings: Sequence[Ending]) -> GroupEnd:
     failed = [ending for ending in endings if not (ending.code == 0 and ending.finished)]
     if not failed:
         return GroupEnd(0, None)
-    wrong = [ending for ending in failed if not is_preempted(ending)]
+    wrong = [ending for ending in failed if not _is_preempted(ending)]
     if not wrong:
         return GroupEnd(PreemptedError.exit_code, None)
     stalled = next((ending for ending in wrong if ending.code == RankStalledError.exit_code), None)
@@ -69,7 +69,7 @@ def grace_seconds(ending: Ending, *, accused: bool) -> float:
     """
     if ending.code == 0 and ending.finished:
         return float("inf")  # rank 0 draws the loss curve
-    if is_preempted(ending):
+    if _is_preempted(ending):
         return 10.0
     return 3.0 if ending.code > 0 or accused else 0.0
 

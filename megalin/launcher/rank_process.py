@@ -187,10 +187,9 @@ def _run_child(run: Callable[[], int], parent: int) -> NoReturn:
             code = run()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
+    finally:  # an error goes no further: this is a copy of the launcher's stack
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -21,6 +21,8 @@ MIN_WIDTH = 256
 """Input and output width from which a linear layer multiplies in FP8; below, its casts take as long as FP8 saves."""
 
 Linear = ColumnParallelLinear | RowParallelLinear
+_ENABLED = "_float8_linears"
+"""Attribute of a model with its FP8 layers: a search through all modules took 0.1 to 0.6 ms in every step."""
 
 
 class Float8Settings(NamedTuple):
@@ -71,24 +73,21 @@ def find_layers(model: nn.Module, blocks: Iterable[nn.Module], settings: Float8S
 def enable_float8(model: nn.Module, blocks: Sequence[nn.Module], settings: Float8Settings) -> None:
     """Makes the wide linear layers of the blocks multiply in FP8. The model's weights may be on the meta device; after
     they are set, and after each change, `update_weight_magnitudes` is called."""
-    for _, linear in _linears(model, blocks):
-        if _width(linear) >= settings.min_width:
-            linear.float8 = Float8Matmuls(
-                *_local_sizes(linear),
-                tp=linear.tp,
-                splits_inputs=isinstance(linear, RowParallelLinear),
-                weight_gradient=settings.weight_gradient,
-                device=linear.weight.device,
-            )
+    wide = [(name, linear) for name, linear in _linears(model, blocks) if _width(linear) >= settings.min_width]
+    for _, linear in wide:
+        linear.float8 = Float8Matmuls(
+            *_local_sizes(linear),
+            tp=linear.tp,
+            splits_inputs=isinstance(linear, RowParallelLinear),
+            weight_gradient=settings.weight_gradient,
+            device=linear.weight.device,
+        )
+    setattr(model, _ENABLED, wide)
 
 
 def float8_linears(model: nn.Module) -> list[tuple[str, Linear]]:
-    """The layers of a model, or of a stage, that multiply in FP8, with their names."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.float8 is not None
-    ]
+    """The layers of a model, or of a stage, for which `enable_float8` was called, with their names."""
+    return getattr(model, _ENABLED, [])
 
 
 @torch.no_grad()

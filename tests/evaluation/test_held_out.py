@@ -70,11 +70,15 @@ def test_evaluation_does_not_depend_on_the_ranks(tmp_path):
         assert result == pytest.approx(expected, rel=1e-9)
 
 
-def test_evaluation_of_a_run_on_other_ranks_is_that_of_its_training(tmp_path):
+@pytest.mark.parametrize(
+    "meshes",
+    [[(2, [{}, {"tp": 2}]), (3, [{"cp": 3}])], pytest.param([(4, [{"cp": 2}])], marks=pytest.mark.slow)],
+    ids=["fast", "dp2 cp2"],
+)
+def test_evaluation_of_a_run_on_other_ranks_is_that_of_its_training(tmp_path, meshes):
     """17 samples, a number that no batch size divides, of documents that end anywhere."""
     config = write_config(tmp_path, train={"steps": 2}, schedule={"warmup_steps": 0})
     (trained,) = run_ranks(1, _train, config, tmp_path / "run")
-    meshes: list[tuple[int, list[dict[str, int]]]] = [(2, [{}, {"tp": 2}]), (3, [{"cp": 3}])]
     for world_size, of_world in meshes:
         for results in run_ranks(world_size, _evaluate_on, tmp_path / "run", of_world):
             assert results == [pytest.approx(trained, rel=1e-6)] * len(of_world), of_world

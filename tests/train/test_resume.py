@@ -113,12 +113,25 @@ def test_every_mesh_and_every_resumed_run_reads_the_same_tokens_in_each_step(who
         assert ledger(folder) == ledger(folder.with_name("stopped")) == expected
 
 
-def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs, tmp_path):
-    folder = tmp_path / "run"
-    with_workers = ["data.workers=4", "train.micro_batch_size=1"]
-    two_ranks = [(["parallel.tp=2"], 3), (with_workers, 6), (["parallel.pp=2"], 8)]
-    run_ranks(2, _runs, config, [(folder, [*mesh, f"train.stop_after_steps={step}"]) for mesh, step in two_ranks])
-    run_ranks(3, _runs, config, [(folder, ["parallel.cp=3", "train.stop_after_steps=10"])])
+@pytest.mark.parametrize(
+    "path",
+    [
+        [
+            (2, [["parallel.tp=2"], ["data.workers=4", "train.micro_batch_size=1"], ["parallel.pp=2"]]),
+            (3, [["parallel.cp=3"]]),
+        ],
+        pytest.param([(4, [["train.micro_batch_size=1"]]), (2, [["parallel.cp=2"]])], marks=pytest.mark.slow),
+    ],
+    ids=["tp2 dp2 pp2 cp3", "dp4 cp2"],
+)
+def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs, tmp_path, path):
+    folder, step = tmp_path / "run", 0
+    for world_size, meshes in path:
+        parts = []
+        for mesh in meshes:
+            step += 2
+            parts.append((folder, [*mesh, f"train.stop_after_steps={step}"]))
+        run_ranks(world_size, _runs, config, parts)
     run_ranks(1, _runs, config, [(folder, [])])
     expected = metrics(whole_runs["single"])
     assert [line["label_tokens"] for line in metrics(folder)] == [line["label_tokens"] for line in expected]

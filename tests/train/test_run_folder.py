@@ -98,7 +98,9 @@ def test_every_rank_raises_what_rank_zero_met(tmp_path: Path) -> None:
     assert first.startswith(f"cannot write run folder {tmp_path / 'file' / 'run'}: ")
 
 
-@pytest.mark.parametrize("name", ["loss.png", "tensorboard", "checkpoints", "metrics.jsonl.tmp", "cache"])
+@pytest.mark.parametrize(
+    "name", ["loss.png", "tensorboard", "checkpoints", "metrics.jsonl.tmp", "config.toml", "cache"]
+)
 @pytest.mark.parametrize("kind", ["symbolic link", "named pipe"])
 def test_links_and_pipes_among_the_files_of_a_run_are_refused(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / "outside").mkdir()

@@ -83,8 +83,9 @@ FAST = ("single", "deepspeed_zero2_bf16")
 EVERY_CASE = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 IN_ONE_PROCESS = ("single", pytest.param("deepspeed", marks=pytest.mark.slow))
 PLAIN = ("deepspeed_zero2_bf16", pytest.param("dp2", marks=pytest.mark.slow))
-MOVES = (("parallel.pp=2",), (DEEPSPEED, "parallel.zero=1"), ("parallel.tp=2",), ("train.micro_batch_size=1",))
-"""Meshes of two ranks, with either engine."""
+_MOVES = ("parallel.pp=2",), (DEEPSPEED, "parallel.zero=1"), ("parallel.tp=2",)
+MOVES = {"single": (*_MOVES, ("train.micro_batch_size=1",)), "dp2": (*_MOVES, (DEEPSPEED, "parallel.tp=2"))}
+"""Meshes of two ranks, with either engine, by the case in whose folder they lie."""
 
 
 class Run(NamedTuple):
@@ -118,7 +119,7 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory, with_slow: b
     - `resumed`, which stopped after STOP steps and went on;
     - in one process, `dropped`, which went on without the hook, and `added`, which had it from then on;
     - `plain` without the hook, for the cases of PLAIN;
-    - `moved`, of the case single: each step on one of the meshes and engines of MOVES.
+    - `moved`, for the cases of MOVES: each step on one of its meshes and engines.
     """
     cases = {name: case for name, case in CASES.items() if with_slow or name in FAST}
     made = {name: tmp_path_factory.mktemp(name) for name in cases}
@@ -136,8 +137,9 @@ def folders(config: Path, tmp_path_factory: pytest.TempPathFactory, with_slow: b
             runs[1] += [Run(folder / "added", stop, hooked=False), Run(folder / "added", overrides)]
         if name in ("dp2", "deepspeed_zero2_bf16"):
             runs[world_size].append(Run(folder / "plain", overrides, hooked=False))
-    for step, way in enumerate(MOVES, start=1):
-        runs[2].append(Run(made["single"] / "moved", [*way, f"train.stop_after_steps={step}"]))
+    for name in (name for name in MOVES if name in cases):
+        for step, way in enumerate(MOVES[name], start=1):
+            runs[2].append(Run(made[name] / "moved", [*way, f"train.stop_after_steps={step}"]))
     for world_size, of_world in runs.items():
         run_ranks(world_size, train_runs, config, of_world)
     return made
@@ -221,9 +223,10 @@ def test_a_hook_changes_no_bit_of_the_training(folders, case):
     assert_equal(saved(plain, STEPS), {name: tensors[name] for name in tensors if HOOKS_PREFIX not in name})
 
 
-def test_another_mesh_and_the_other_engine_go_on_with_it(folders):
-    step = len(MOVES)
-    assert_close(saved(folders["single"] / "moved", step), saved(folders["single"] / "whole", step), 2e-5)
+@pytest.mark.parametrize("case", ["single", pytest.param("dp2", marks=pytest.mark.slow)])
+def test_another_mesh_and_the_other_engine_go_on_with_it(folders, case):
+    step = len(MOVES[case])
+    assert_close(saved(folders[case] / "moved", step), saved(folders["single"] / "whole", step), 2e-5)
 
 
 def warnings_of(folder: Path) -> list[str]:

@@ -41,6 +41,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
     2: [{"dp": 2, "shard": 1}, {"tp": 2}],
     3: [{"dp": 3}, {"tp": 3}],
     4: [
+        {"tp": 2, "dp": 2},
         {"tp": 4, "sequence_parallel": True},
         {"tp": 2, "dp": 2, "dtype": "float32", "recompute": True, "sequence_parallel": True},
         {"tp": 2, "dp": 2, "dtype": "bfloat16"},
