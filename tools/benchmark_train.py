@@ -185,7 +185,7 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
         else:
             recorded, profile = record(lambda: start(number).wait())
         if arguments.profile and mesh.is_first_rank:
-            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=20), file=sys.stderr)
+            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=40), file=sys.stderr)
     if arguments.roofline:
         compute = COMPUTE_DTYPES[run.train.dtype].itemsize
         wide = isinstance(run.model, ModelConfig) and run.model.residual_dtype == "float32"

@@ -68,11 +68,15 @@ def row_scales(magnitudes: Tensor) -> Tensor:
     return torch.where(magnitudes.isfinite(), scales, torch.nan)
 
 
-def quantize_rows(x: Tensor, magnitudes: Tensor | None = None, *, backend: Backend = "auto") -> ScaledRows:
+def quantize_rows(
+    x: Tensor, magnitudes: Tensor | None = None, *, stored: bool = False, backend: Backend = "auto"
+) -> ScaledRows:
     """Quantises the rows of x [R, K], which may be a transposed view, to e4m3: rounds to nearest even and saturates.
 
     Args:
         magnitudes: [R] fp32, `row_magnitudes` of the full rows where x holds a shard of each; None: those of x.
+        stored: x lies in memory, as weights do: compiled blocks run the kernel, 1.8 to 2.8 times as fast as inductor's
+            cast. False: they leave the cast to inductor, which fuses it with what computes x.
         backend: implementation to run; the kernel takes fp32, bf16 and fp16.
 
     Raises:
@@ -82,10 +86,9 @@ def quantize_rows(x: Tensor, magnitudes: Tensor | None = None, *, backend: Backe
     check_operands(OP, {"x": (x, "RK"), "magnitudes": (magnitudes, "R")})
     if magnitudes is None:
         magnitudes = row_magnitudes(x)
-    if left_to_inductor(OP, backend):  # it fuses the cast with what computes x
+    if not stored and left_to_inductor(OP, backend):
         return quantize_rows_reference(x, magnitudes)
-    unsupported = f"dtype {x.dtype}" if x.dtype not in KERNEL_DTYPES else "an empty tensor" if x.numel() == 0 else ""
-    if backends.choose(OP, backend, x.device.type, unsupported) == "reference":
+    if backends.choose(OP, backend, x.device.type, _unsupported(x)) == "reference":
         return quantize_rows_reference(x, magnitudes)
     return ScaledRows(_quantize(x, magnitudes), row_scales(magnitudes))
 
@@ -97,6 +100,29 @@ def quantize_rows_reference(x: Tensor, magnitudes: Tensor) -> ScaledRows:
     scaled = x.to(compute_dtype(x)) * inverse[:, None]  # exact
     codes = scaled.clamp(-LARGEST_CODE, LARGEST_CODE).to(CODE_DTYPE)
     return ScaledRows(codes.contiguous(), row_scales(magnitudes))
+
+
+@torch.no_grad()
+def raise_to_magnitudes(x: Tensor, rows: Tensor, columns: Tensor, *, backend: Backend = "auto") -> None:
+    """Raises rows [R] and columns [K], fp32 and not negative, in place to the magnitudes of the rows and the columns of
+    x [R, K] where those are larger. The kernel reads x once; the result does not depend on the order of its parts.
+
+    Raises:
+        KernelError: an explicit backend that cannot run.
+        OperandError: tensors with incompatible shapes, dtypes or devices.
+    """
+    check_operands(OP, {"x": (x, "RK"), "rows": (rows, "R"), "columns": (columns, "K")})
+    if backends.choose(OP, backend, x.device.type, _unsupported(x)) == "reference":
+        for dim, magnitudes in ((1, rows), (0, columns)):
+            magnitudes.copy_(torch.maximum(magnitudes, x.abs().amax(dim).to(torch.float32)))
+    else:
+        _raise_to_magnitudes(x, rows, columns)
+
+
+def _raise_to_magnitudes(x: Tensor, rows: Tensor, columns: Tensor) -> None:
+    from megalin._triton import scaled_linear as kernels
+
+    kernels.raise_to_magnitudes(x.contiguous(), rows, columns)
 
 
 def scaled_matmul(a: ScaledRows, b: ScaledRows, dtype: torch.dtype) -> Tensor:
@@ -113,6 +139,10 @@ def scaled_matmul(a: ScaledRows, b: ScaledRows, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
     y = a.codes.to(wide) @ b.codes.to(wide).t()
     return (y * a.scales[:, None].to(wide) * b.scales.to(wide)).to(dtype)
+
+
+def _unsupported(x: Tensor) -> str:
+    return f"dtype {x.dtype}" if x.dtype not in KERNEL_DTYPES else "an empty tensor" if x.numel() == 0 else ""
 
 
 def _scale_field(magnitudes: Tensor) -> Tensor:
@@ -141,6 +171,10 @@ def _self_test(backend: Compiled, device: str) -> str:
         expected = quantize_rows_reference(rows, magnitudes).codes.view(torch.uint8)
         if wrong := int((found != expected).sum()):
             return f"self-test: {wrong} of {expected.numel()} codes differ from the reference"
+    found_rows, found_columns = torch.zeros(40, device=device), torch.zeros(72, device=device)
+    _raise_to_magnitudes(x, found_rows, found_columns)
+    if not (torch.equal(found_rows, row_magnitudes(x)) and torch.equal(found_columns, row_magnitudes(x.t()))):
+        return "self-test: magnitudes of rows or columns differ from the reference"
     return ""
 
 

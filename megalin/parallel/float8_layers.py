@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalin.errors import ConfigError
-from megalin.ops.scaled_linear import ALIGNMENT, LOWEST_CAPABILITY, finite_or_inf
+from megalin.ops.scaled_linear import ALIGNMENT, LOWEST_CAPABILITY, finite_or_inf, raise_to_magnitudes
 from megalin.parallel.collectives import all_reduce, wait_tensor
 from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -102,20 +102,18 @@ def update_weight_magnitudes(model: nn.Module) -> None:
     linears = [linear for _, linear in float8_linears(model)]
     if not linears:
         return
-    sizes = [size for linear in linears for size in _global_sizes(linear)]
-    largest = torch.cat([vector for linear in linears for vector in _own_magnitudes(linear)])
     weight = linears[0].weight
+    sizes = [size for linear in linears for size in _global_sizes(linear)]
+    largest = torch.zeros(sum(sizes), device=weight.device)
+    vectors = iter(largest.split(sizes))
+    for linear in linears:
+        _write_own_magnitudes(linear, next(vectors), next(vectors))
+    largest = finite_or_inf(largest)
     for axis in covering_axes(weight.device_mesh) if isinstance(weight, DTensor) else []:
         largest = all_reduce(largest, axis, operation="max")
     vectors = iter(wait_tensor(largest).split(sizes))
-    for linear in linears:
-        assert linear.float8 is not None
-        outputs, inputs = next(vectors), next(vectors)
-        if isinstance(linear, ColumnParallelLinear):
-            outputs = linear.tp.local_slice(outputs.view(linear.parts, -1), dim=1).flatten()
-        else:
-            inputs = linear.tp.local_slice(inputs, dim=0)
-        linear.float8.set_weight_magnitudes(outputs, inputs)
+    own = [vector for linear in linears for vector in _own_slices(linear, next(vectors), next(vectors))]
+    torch._foreach_copy_([buffer for linear in linears for buffer in _magnitude_buffers(linear)], own)
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
@@ -158,21 +156,31 @@ def _local_sizes(linear: Linear) -> tuple[int, int]:
     return outputs, inputs // linear.tp.size
 
 
-def _own_magnitudes(linear: Linear) -> tuple[Tensor, Tensor]:
-    """Magnitudes of this rank's shard of the weight at their places in the vectors of the full weight and of its
-    transpose, zero elsewhere."""
-    outputs, inputs = _global_sizes(linear)
+def _write_own_magnitudes(linear: Linear, outputs: Tensor, inputs: Tensor) -> None:
+    """Writes the magnitudes of this rank's shard of the weight to their places in the vectors of the full weight and of
+    its transpose."""
     shard, start = local(linear.weight.detach()), _shard_start(linear)
     if shard.dim() == 2:  # row-parallel
         shard, start = shard[None], [0, *start]
-    rows = torch.zeros(1 if isinstance(linear, RowParallelLinear) else linear.parts, linear.out_features)
-    rows, columns = rows.to(shard.device), torch.zeros(inputs, device=shard.device)
     if shard.numel():
         parts, out, inner = (slice(first, first + size) for first, size in zip(start, shard.shape, strict=True))
-        rows[parts, out] = torch.linalg.vector_norm(shard, torch.inf, dim=-1).to(rows.dtype)
-        columns[inner] = torch.linalg.vector_norm(shard, torch.inf, dim=(0, 1)).to(rows.dtype)
-    assert rows.numel() == outputs, (rows.shape, outputs)
-    return finite_or_inf(rows.flatten()), finite_or_inf(columns)
+        rows = outputs.view(-1, linear.out_features)[parts, out]
+        own = rows.flatten()  # a copy where other ranks hold rows between them
+        raise_to_magnitudes(shard.flatten(0, 1), own, inputs[inner])
+        if own.data_ptr() != rows.data_ptr():
+            rows.copy_(own.view_as(rows))
+
+
+def _own_slices(linear: Linear, outputs: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's magnitudes of the rows of the weight and of its transpose, from those of the full ones."""
+    if isinstance(linear, ColumnParallelLinear):
+        return linear.tp.local_slice(outputs.view(linear.parts, -1), dim=1).flatten(), inputs
+    return outputs, linear.tp.local_slice(inputs, dim=0)
+
+
+def _magnitude_buffers(linear: Linear) -> tuple[Tensor, Tensor]:
+    assert linear.float8 is not None
+    return linear.float8.out_magnitudes, linear.float8.in_magnitudes
 
 
 def _shard_start(linear: Linear) -> list[int]:

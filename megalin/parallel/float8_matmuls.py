@@ -20,6 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalin.ops.gates.gated_product import Activation, gated_product
+from megalin.ops.quantized_gated_product import (
+    fuses_gated_product,
+    quantized_gated_product,
+    quantized_gated_product_backward,
+)
 from megalin.ops.scaled_linear import ScaledRows, quantize_rows, row_magnitudes, scaled_matmul
 from megalin.parallel.tensor_parallel import TensorParallel
 
@@ -39,7 +45,8 @@ class Float8Matmuls(nn.Module):
     Attributes:
         out_magnitudes: [N] max |w| over the full rows of the weight, N this rank's outputs, parts included.
         in_magnitudes: [K] max |w| over the full rows of its transpose, K this rank's inputs.
-        record: receives the operands in each backward; for `megalin verify`, not in a compiled block.
+        record: receives the operands in each backward, and keeps `gated` from fusing; for `megalin verify`, not in a
+            compiled block.
     """
 
     out_magnitudes: Tensor
@@ -67,11 +74,27 @@ class Float8Matmuls(nn.Module):
         for name, size in (("out_magnitudes", num_outputs), ("in_magnitudes", num_inputs)):
             self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=device), persistent=False)
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., K], weight [N, K] in one dtype -> x W^T [..., N]: this rank's outputs, or its partial sums."""
-        rows = x.reshape(-1, x.shape[-1])
-        y: Tensor = _Float8Linear.apply(rows, weight, self.out_magnitudes, self.in_magnitudes, self)
+    def forward(self, x: Tensor, weight: Tensor, rows: ScaledRows | None = None) -> Tensor:
+        """x [..., K], weight [N, K] in one dtype -> x W^T [..., N]: this rank's outputs, or its partial sums.
+
+        Args:
+            rows: x quantised already, by `gated`.
+        """
+        matrix, (codes, scales) = x.reshape(-1, x.shape[-1]), rows or (None, None)
+        y: Tensor = _Float8Linear.apply(matrix, weight, codes, scales, self.in_magnitudes, self)
         return y.view(*x.shape[:-1], -1)
+
+    def gated(self, x: Tensor, weight: Tensor, activation: Activation) -> tuple[Tensor, ScaledRows | None]:
+        """act(g) v [..., N/2] of [g | v] = x W^T, and its rows for the next layer where a kernel quantises them.
+
+        The kernel also quantises the gradient of [g | v] as it is computed, which saves one read of each. It needs full
+        rows of both, so other meshes than tp = 1 cast separately, with the same codes.
+        """
+        if self.tp.size == 1 and self.record is None and fuses_gated_product(x, len(weight) // 2):
+            matrix = x.reshape(-1, x.shape[-1])
+            product, codes, scales = _GatedFloat8Linear.apply(matrix, weight, self.in_magnitudes, self, activation)
+            return product.view(*x.shape[:-1], -1), ScaledRows(codes, scales)
+        return gated_product(self(x, weight), activation=activation), None
 
     def input_magnitudes(self, rows: Tensor) -> Tensor:
         """[tokens] magnitudes of the full rows of the input."""
@@ -83,37 +106,75 @@ class Float8Matmuls(nn.Module):
         magnitudes = row_magnitudes(rows)
         return magnitudes if self.splits_inputs else self.tp.max_over_shards(magnitudes)
 
-    def set_weight_magnitudes(self, outputs: Tensor, inputs: Tensor) -> None:
-        """Sets the magnitudes, [N] and [K], of a changed weight."""
-        self.out_magnitudes.copy_(outputs)
-        self.in_magnitudes.copy_(inputs)
+    def multiply(self, rows: ScaledRows, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ScaledRows]:
+        """x W^T of quantised rows of x, and the rows of W."""
+        columns = quantize_rows(weight, self.out_magnitudes, stored=True)
+        return scaled_matmul(rows, columns, dtype), columns
+
+    def gradients(
+        self, dy: Tensor, rows: ScaledRows, x: Tensor, weight: Tensor, in_magnitudes: Tensor
+    ) -> tuple[Tensor, Tensor, ScaledRows]:
+        """dx = dy W of dy and its quantised rows, dW = dy^T x, and the rows of W^T."""
+        columns = quantize_rows(weight.t(), in_magnitudes, stored=True)
+        dx = scaled_matmul(rows, columns, dy.dtype)
+        if self.weight_gradient:
+            return dx, scaled_matmul(quantize_rows(dy.t()), quantize_rows(x.t()), dy.dtype), columns
+        return dx, dy.t() @ x, columns
 
 
 class _Float8Linear(torch.autograd.Function):
-    """y = x W^T, dx = dy W, dW = dy^T x: x [M, K], weight [N, K]."""
+    """y = x W^T, dx = dy W, dW = dy^T x: x [M, K], with codes and scales if it is quantised already, weight [N, K]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, out_magnitudes: Tensor, in_magnitudes: Tensor, matmuls: Float8Matmuls
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        codes: Tensor | None,
+        scales: Tensor | None,
+        in_magnitudes: Tensor,
+        matmuls: Float8Matmuls,
     ) -> Tensor:
         ctx.matmuls = matmuls
         ctx.save_for_backward(x, weight, in_magnitudes)
-        rows, columns = quantize_rows(x, matmuls.input_magnitudes(x)), quantize_rows(weight, out_magnitudes)
+        if codes is None or scales is None:
+            rows = quantize_rows(x, matmuls.input_magnitudes(x))
+        else:
+            rows = ScaledRows(codes, scales)
+        y, columns = matmuls.multiply(rows, weight, x.dtype)
         if matmuls.record is not None:
             ctx.operands = rows, columns
-        return scaled_matmul(rows, columns, x.dtype)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         (dy,), (x, weight, in_magnitudes), matmuls = grads, ctx.saved_tensors, ctx.matmuls
         rows = quantize_rows(dy, matmuls.gradient_magnitudes(dy))
-        columns = quantize_rows(weight.t(), in_magnitudes)
-        dx = scaled_matmul(rows, columns, dy.dtype)
-        if matmuls.weight_gradient:
-            dweight = scaled_matmul(quantize_rows(dy.t()), quantize_rows(x.t()), dy.dtype)
-        else:
-            dweight = dy.t() @ x
+        dx, dweight, columns = matmuls.gradients(dy, rows, x, weight, in_magnitudes)
         if matmuls.record is not None:
             x_rows, weight_rows = ctx.operands
             matmuls.record(Operands(x_rows, weight_rows, rows, columns))
+        return dx, dweight, None, None, None, None
+
+
+class _GatedFloat8Linear(torch.autograd.Function):
+    """p = act(g) v of [g | v] = x W^T, with the codes of p and of the gradient of [g | v]: x [M, K], weight [2 F, K] ->
+    p [M, F], its codes and scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, in_magnitudes: Tensor, matmuls: Float8Matmuls, activation: Activation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, _ = matmuls.multiply(quantize_rows(x, row_magnitudes(x)), weight, x.dtype)
+        product, rows = quantized_gated_product(y, activation=activation)
+        ctx.matmuls, ctx.activation = matmuls, activation
+        ctx.save_for_backward(x, weight, in_magnitudes, y)
+        ctx.mark_non_differentiable(*rows)
+        return product, *rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dproduct, (x, weight, in_magnitudes, y), matmuls = grads[0], ctx.saved_tensors, ctx.matmuls
+        dy, rows = quantized_gated_product_backward(dproduct, y, activation=ctx.activation)
+        dx, dweight, _ = matmuls.gradients(dy, rows, x, weight, in_magnitudes)
         return dx, dweight, None, None, None

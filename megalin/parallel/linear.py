@@ -10,8 +10,10 @@ from torch.nn import functional
 
 from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.gates.gated_product import Activation, gated_product
 from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
+from megalin.ops.scaled_linear import ScaledRows
 from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.initialisation import Initializer, constant, normal
 from megalin.parallel.tensor_parallel import TensorParallel, local
@@ -79,6 +81,16 @@ class ColumnParallelLinear(nn.Module):
             y = linear(x, weight, bias)
         return y.unflatten(-1, (self.parts, -1)).unbind(-2) if split_parts else y
 
+    def gated(self, x: Tensor, activation: Activation) -> tuple[Tensor, ScaledRows | None]:
+        """act(g) v [B, T, out/tp] of the two parts g and v, and its FP8 rows where a kernel computes them with it.
+
+        Args:
+            x: the residual stream [B, T or T/tp, in], which no other layer reads.
+        """
+        if self.float8 is not None and self.bias is None:
+            return self.float8.gated(self.tp.enter(x), local(self.weight).flatten(0, 1), activation)
+        return gated_product(self(x, gather_input=True, split_parts=False), activation=activation), None
+
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
         return 2 * self.parts * self.in_features * self.out_features
@@ -116,7 +128,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in/tp] -> [B, T, out], the residual stream's layout."""
-        return self._add_bias(self._matmul(x))
+        return self.forward_quantized(x, None)
+
+    def forward_quantized(self, x: Tensor, rows: ScaledRows | None) -> Tensor:
+        """`forward` of an x that `ColumnParallelLinear.gated` quantised already, or has not."""
+        return self._add_bias(self._matmul(x, rows))
 
     @property
     def joins_addition(self) -> bool:
@@ -127,9 +143,9 @@ class RowParallelLinear(nn.Module):
         """residual + x W^T in decoding, where `joins_addition`: residual [..., out], x [..., in]. No gradients."""
         return add_linear(residual, x, local(self.weight))
 
-    def _matmul(self, x: Tensor) -> Tensor:
+    def _matmul(self, x: Tensor, rows: ScaledRows | None = None) -> Tensor:
         if self.float8 is not None:
-            return self.tp.leave(self.float8(x, local(self.weight)))
+            return self.tp.leave(self.float8(x, local(self.weight), rows))
         return self.tp.linear_reduce_scatter(x, local(self.weight))
 
     def _add_bias(self, y: Tensor) -> Tensor:

@@ -237,22 +237,20 @@ def _reverse_blocks(model: nn.Module, mesh: Mesh) -> None:
             stage.blocks.add_module(name, block)
 
 
-def _float8_matmuls(model: nn.Module) -> list[Float8Matmuls]:
-    return [module for module in model.modules() if isinstance(module, Float8Matmuls)]
-
-
 def _keep_scales(model: nn.Module, mesh: Mesh) -> None:
     """Keeps the scales of the initial weights."""
-    for matmuls in _float8_matmuls(model):
-        matmuls.set_weight_magnitudes = lambda *_: None  # type: ignore[method-assign]
+    for stage in model.stages() if isinstance(model, Pipeline) else [model]:
+        stage.after_optimizer_step = lambda: None  # type: ignore[assignment]
 
 
 def _transpose_scales(model: nn.Module, mesh: Mesh) -> None:
     """Scales the rows of weights by those of their transposes, and the other way round."""
-    for matmuls in _float8_matmuls(model):
-        outputs, inputs = matmuls.out_magnitudes.clone(), matmuls.in_magnitudes.clone()
-        repeats = max(len(outputs), len(inputs))
-        matmuls.set_weight_magnitudes(inputs.repeat(repeats)[: len(outputs)], outputs.repeat(repeats)[: len(inputs)])
+    for matmuls in model.modules():
+        if isinstance(matmuls, Float8Matmuls):
+            outputs, inputs = matmuls.out_magnitudes.clone(), matmuls.in_magnitudes.clone()
+            repeats = max(len(outputs), len(inputs))
+            matmuls.out_magnitudes.copy_(inputs.repeat(repeats)[: len(outputs)])
+            matmuls.in_magnitudes.copy_(outputs.repeat(repeats)[: len(inputs)])
 
 
 class Fault(NamedTuple):

@@ -108,12 +108,13 @@ def _record(case: Case, device: torch.device) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
 
     def watch(name: str, linear: Linear) -> RemovableHandle:
-        def hook(_: object, inputs: tuple[Tensor, Tensor], y: Tensor) -> None:
+        def hook(_: object, inputs: tuple[Tensor, ...], y: Tensor) -> None:
             tensors[f"{name}:x"] = inputs[0].detach().contiguous()
             tensors[f"{name}:weight"] = linear.weight.detach().contiguous()
             y.register_hook(lambda dy: tensors.update({f"{name}:dy": dy.contiguous()}))
 
         assert linear.float8 is not None
+        linear.float8.record = lambda _: None  # each matmul alone
         return linear.float8.register_forward_hook(hook)
 
     for name, linear in float8_linears(model):

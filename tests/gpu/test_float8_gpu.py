@@ -6,6 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin.ops.gates.gated_product import gated_product_reference
+from megalin.ops.quantized_gated_product import (
+    LARGEST_WIDTH,
+    quantized_gated_product,
+    quantized_gated_product_backward,
+)
 from megalin.ops.scaled_linear import (
     LOWEST_CAPABILITY,
     quantize_rows,
@@ -47,6 +53,29 @@ def test_codes_have_the_bits_of_the_cpu(shape, dtype):
             found = cast(on_gpu)
             assert torch.equal(bits(found.codes), bits(expected.codes))
             assert torch.equal(found.scales.cpu(), expected.scales)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("width", [37, 5632, LARGEST_WIDTH])
+def test_a_gated_product_and_its_gradient_have_the_codes_of_a_cast(width, activation):
+    x, dy = (torch.randn(1003, size, device="cuda", dtype=torch.bfloat16) for size in (2 * width, width))
+    leaf = x.double().requires_grad_()
+    truth = gated_product_reference(leaf, activation=activation)
+    (gradient,) = torch.autograd.grad(truth, leaf, dy.double())
+    product = quantized_gated_product(x, activation=activation, backend="triton")
+    dx = quantized_gated_product_backward(dy, x, activation=activation, backend="triton")
+    for found, exact in ((product, truth.detach()), (dx, gradient)):
+        assert relative_error(found.tensor, exact) < 2e-3
+        expected = quantize_rows_reference(found.tensor.cpu(), row_magnitudes(found.tensor.cpu()))
+        assert torch.equal(bits(found.rows.codes), bits(expected.codes))
+        assert torch.equal(found.rows.scales.cpu(), expected.scales)
+    x[5, 3] = torch.nan
+    for found in (
+        quantized_gated_product(x, activation=activation, backend="triton"),
+        quantized_gated_product_backward(dy, x, activation=activation, backend="triton"),
+    ):
+        assert found.rows.codes.float().isnan().all(1).nonzero().flatten().tolist() == [5]
+        assert found.rows.scales.isnan().nonzero().flatten().tolist() == [5]
 
 
 def layer(outputs: int, width: int, *, weight_gradient: bool) -> RowParallelLinear:

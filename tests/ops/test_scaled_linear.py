@@ -11,8 +11,10 @@ from megalin.ops.scaled_linear import (
     CODE_DTYPE,
     LARGEST_CODE,
     ScaledRows,
+    finite_or_inf,
     quantize_rows,
     quantize_rows_reference,
+    raise_to_magnitudes,
     row_magnitudes,
     row_scales,
     scaled_matmul,
@@ -101,6 +103,19 @@ def test_the_kernel_gives_the_bits_of_the_reference(dtype):
         assert torch.equal(found.scales.nan_to_num(-1.0), expected.scales.nan_to_num(-1.0))
         assert found.codes.is_contiguous()
         assert expected.codes.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_magnitudes_of_rows_and_columns_rise_to_those_of_a_matrix(dtype, backend):
+    x = draws(dtype)[0]
+    x[1, 2] = math.nan
+    rows, columns = torch.zeros(70), torch.zeros(50)
+    rows[0] = columns[4] = 1e30
+    raise_to_magnitudes(x, rows, columns, backend=backend)
+    for found, expected, index in ((rows, row_magnitudes(x), 0), (columns, row_magnitudes(x.t()), 4)):
+        expected[index] = 1e30
+        assert torch.equal(finite_or_inf(found), expected)
 
 
 def test_the_kernel_passes_its_self_test():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
+from megalin.ops.gates.gated_product import Activation
 from megalin.parallel.collectives import all_gather, local_slice
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.float8_layers import (
@@ -193,3 +194,43 @@ def _tokens_that_are_not_finite() -> list[list[bool]]:
 def test_a_token_with_nan_on_one_rank_is_nan_on_all_and_others_are_not():
     for found in run_ranks(2, _tokens_that_are_not_finite):
         assert [(b, t) for b in range(BATCH) for t in range(LENGTH) if found[b][t]] == [(1, 3)]
+
+
+class Gated(nn.Module):
+    """A gated linear unit of two FP8 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(WIDTH, INNER, parts=2, tp=TensorParallel(), std=0.3, name="inner")
+        self.down = RowParallelLinear(INNER, WIDTH, tp=TensorParallel(), std=0.3, name="inner")
+
+    def forward(self, x: Tensor, activation: Activation) -> Tensor:
+        product, rows = self.up.gated(x, activation)
+        return self.down.forward_quantized(product, rows)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_a_gated_product_with_its_codes_gives_the_bits_of_separate_casts(activation, monkeypatch):
+    module = Gated()
+    enable_float8(module, [module], SETTINGS)
+    module.to_empty(device="cpu")
+    for seed, parameter in enumerate(module.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    update_weight_magnitudes(module)
+    module.to(torch.bfloat16)
+    for linear in (module.up, module.down):
+        assert linear.float8 is not None
+        linear.float8.float()  # magnitudes stay in fp32
+    x, dy = (tensor.bfloat16() for tensor in draw())
+    found = []
+    for choices in ("gated_product=triton", "gated_product=triton,quantized_gated_product=triton"):
+        monkeypatch.setenv("MEGALIN_KERNELS", choices)
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = module(leaf, activation)
+        y.backward(dy)
+        found.append([y.detach(), leaf.grad, *(parameter.grad.clone() for parameter in module.parameters())])
+        fused = module.up.gated(x, activation)[1] is not None
+        assert fused == ("quantized" in choices)
+    for separate, fused in zip(*found, strict=True):
+        assert torch.equal(separate, fused)

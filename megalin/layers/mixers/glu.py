@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
 from megalin.layers.norms import SRMSNorm
 from megalin.ops.decoding.few_rows import normed_glu
-from megalin.ops.gates.gated_product import Activation, gated_product
+from megalin.ops.gates.gated_product import Activation
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.tensor_parallel import local
 
@@ -28,8 +28,8 @@ class GLU(Mixer):
         self.down = RowParallelLinear(size, scope.hidden_size, bias=bias, tp=tp, std=scope.output_std, name=name)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
-        product = gated_product(self.up(x, gather_input=True, split_parts=False), activation=self.activation)
-        return MixerOutput(self.down(product), ())
+        product, rows = self.up.gated(x, self.activation)
+        return MixerOutput(self.down.forward_quantized(product, rows), ())
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
