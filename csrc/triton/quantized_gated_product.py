@@ -89,9 +89,8 @@ def backward(dproduct: Tensor, gate_value: Tensor, silu: bool) -> tuple[Tensor, 
     rows, width = dproduct.shape
     dgate_value = gate_value.new_empty(gate_value.shape)
     codes, scales = _empty_rows(dgate_value)
-    backward_kernel[(rows,)](
-        dproduct, gate_value, dgate_value, codes, scales, width, silu, gate_value.is_cuda, **_tile(width, BACKWARD_WARP)
-    )
+    tile = _tile(width, BACKWARD_WARP)
+    backward_kernel[(rows,)](dproduct, gate_value, dgate_value, codes, scales, width, silu, gate_value.is_cuda, **tile)
     return dgate_value, codes.view(torch.float8_e4m3fn), scales
 
 
