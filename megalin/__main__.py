@@ -16,6 +16,9 @@ from megalin.terminal_output import escaped_output
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
+SPIN_COUNT = "1000"
+"""Iterations for which an idle OpenMP thread spins before it sleeps: libgomp's own number for more threads than cores.
+By default it is 300,000, and steps on a CPU take up to 20 times as long where other programs use the cores."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,6 +74,8 @@ def run() -> None:
     """Runs `main` as a process and exits without the interpreter's teardown, which now and then meets a thread of a
     destroyed process group and aborts a command that has succeeded."""
     gc.disable()  # the objects of imported modules stay; traversing them takes a fifth of a start
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
