@@ -26,6 +26,7 @@ from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resol
 from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
 from megalin.train.float8 import check_float8_layers, float8_problems, float8_settings
+from megalin.train.loss_scale import LossScaleConfig, loss_scale_problems
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -55,8 +56,11 @@ class TrainConfig(Config):
     """Run folder, or RUN@STEP, whose newest checkpoint or that of a step this run continues in a folder of its own:
     weights, optimizer state and samples, under its own schedule and number of steps. It ends as a run without the key,
     bit for bit, if both runs agree up to that step. Not read where the run resumes."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32. float16: with dynamic
+    loss scaling."""
+    loss_scale: LossScaleConfig | None = None
+    """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
     power-of-two scale for each row; needs dtype = "bfloat16", and on GPUs compute capability 8.9. Gradients of weights,
@@ -133,7 +137,7 @@ class RunConfig(Config):
                     "lower it or remove the phase"
                 )
         problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
-        problems += float8_problems(train, parallel, length)
+        problems += float8_problems(train, parallel, length) + loss_scale_problems(train)
         problems += self.evaluation.problems() + self.checkpoint.problems(self.train.steps)
         if train.branch_from is not None and train.initial_weights is not None:
             problems.append(
