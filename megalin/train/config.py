@@ -26,7 +26,7 @@ from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resol
 from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
 from megalin.train.float8 import check_float8_layers, float8_problems, float8_settings
-from megalin.train.loss_scale import LossScaleConfig, loss_scale_problems
+from megalin.train.loss_scale import LossScaleConfig, deepspeed_loss_scale, loss_scale_problems
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -245,7 +245,10 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         ),
         Owned("gradient_clipping", f"optimizer.max_grad_norm {clip}", optimizer.max_grad_norm or 0.0),
         Owned("bf16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "bfloat16"),
+        Owned("fp16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "float16"),
     ]
+    if train.dtype == "float16":
+        owned += deepspeed_loss_scale(train.loss_scale or LossScaleConfig())
     values = {**optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"}), "bias_correction": True}
     for key, value in values.items():
         name = "AdamW corrects its moments" if key == "bias_correction" else f"optimizer.{key} = {value}"
@@ -255,6 +258,8 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         owned.append(Owned("zero_optimization.memory_efficient_linear", "train.compile = true", False))
         owned.append(Owned("zero_optimization.parameter_alignment", "train.compile = true", True))
     settings = resolve_deepspeed(train.deepspeed_config, owned, stage=parallel.zero)
+    if train.dtype == "float16":  # of the first step; the engine sets it before each one
+        settings["fp16"] = {"enabled": True, "loss_scale": (train.loss_scale or LossScaleConfig()).initial}
     return settings | {"train_batch_size": train.global_batch_size * parallel.cp}
 
 

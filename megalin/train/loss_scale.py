@@ -15,6 +15,7 @@ from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
 from megalin.config import Config
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.parallel.mesh import Mesh
+from megalin.train.deepspeed_config import Owned
 
 if TYPE_CHECKING:
     from megalin.train.config import TrainConfig
@@ -131,6 +132,19 @@ def read_step(values: list[float]) -> StepScale:
     """The loss scaling of a step, from the values that `LossScale.update` returned."""
     scale, skipped, overflows = values
     return StepScale(scale, bool(skipped), int(overflows))
+
+
+def deepspeed_loss_scale(config: LossScaleConfig) -> list[Owned]:
+    """The keys of a DeepSpeed JSON for this loss scaling."""
+    exponent = round(math.log2(config.initial))
+    name = "train.loss_scale"
+    return [
+        Owned("fp16.loss_scale", f"{name} is dynamic", 0),
+        Owned("fp16.initial_scale_power", f"{name}.initial = {config.initial:g} = 2^{exponent}", exponent),
+        Owned("fp16.loss_scale_window", f"{name}.growth_interval = {config.growth_interval}", config.growth_interval),
+        Owned("fp16.min_loss_scale", f"{name}.minimum = {config.minimum:g}", config.minimum),
+        Owned("fp16.hysteresis", f"{name} is halved at every overflow", 1),
+    ]
 
 
 def describe_lowest_scale(step: StepScale) -> str:
