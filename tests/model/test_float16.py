@@ -17,9 +17,8 @@ LOSS_BOUND, GRADIENT_BOUND = 5e-4, 0.04
 """Largest relative errors; bf16's are eight times as large."""
 
 
-def is_fast(case: Any) -> bool:
-    """One case of each kind of mixer."""
-    return case in cases.REPRESENTATIVES or case.name in ("heads", "local", "bert", "two-way")
+FAST = ("tnl", "hgrn2", "softmax-grouped", "mamba2", "gla", "heads")
+"""One case of each kind of state, without the slow tests."""
 
 
 def decoder_step(case: cases.Case, dtype: torch.dtype) -> Tensors:
@@ -47,7 +46,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("take_step", "case"),
     [
-        pytest.param(take_step, case, id=case.name, marks=() if is_fast(case) else pytest.mark.slow)
+        pytest.param(take_step, case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
         for take_step, every in ((decoder_step, cases.CASES), (encoder_step, encoder_cases.CASES))
         for case in every
     ],

@@ -262,7 +262,7 @@ def _engine(config: Path, *overrides: str) -> DeepSpeedEngine:
 
 
 LOWEST = ("train.dtype=float16", "train.loss_scale.initial=64.0", "train.loss_scale.minimum=64.0")
-STAGES = (["zero=0"], ["zero=1"], ["zero=3"], ["zero=1", BF16], ["zero=2", BF16], ["zero=2", *LOWEST])
+STAGES = (["zero=0"], ["zero=1"], ["zero=3"], ["zero=1", BF16], ["zero=2", *LOWEST])
 POISONS = {"loss": r"loss nan, gradient norm", "gradient": r"loss \d\S*, gradient norm (nan|inf) is not finite"}
 
 
