@@ -44,11 +44,10 @@ MESHES: dict[int, list[dict[str, Any]]] = {
         {"tp": 2, "dp": 2},
         {"tp": 4, "sequence_parallel": True},
         {"tp": 2, "dp": 2, "dtype": "float32", "recompute": True, "sequence_parallel": True},
-        {"tp": 2, "dp": 2, "dtype": "bfloat16"},
     ],
 }
-FLOAT16 = {"tp": 2, "dp": 2, "dtype": "float16"}
-"""With the hybrid model only, among the slow tests."""
+HALF: list[dict[str, Any]] = [{"tp": 2, "dp": 2, "dtype": dtype} for dtype in ("bfloat16", "float16")]
+"""With the hybrid model only, among the slow tests; tests/verify/test_encoders.py has a fast one."""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ FLOAT16 = {"tp": 2, "dp": 2, "dtype": "float16"}
 def test_every_mesh_agrees_with_one_process(model, world_size):
     # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits even in one process.
     meshes = [mesh for mesh in MESHES[world_size] if model == "preset" or mesh.get("dtype") != "float32"]
-    meshes = [*meshes, FLOAT16] if model == "hybrid" and world_size == 4 else meshes
+    meshes += HALF if model == "hybrid" and world_size == 4 else []
     by_rank = run_ranks(world_size, verify_all, [case(MODELS[model], **mesh) for mesh in meshes])
     for mesh, rows in zip(meshes, by_rank[0], strict=True):
         kinds = {row.name.partition(":")[0].partition(".")[0] for row in rows}
