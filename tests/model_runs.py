@@ -27,7 +27,10 @@ from megalin.train.update_hooks import UpdateHook
 STEPS = 12
 DROPOUT = {"embedding_dropout": 0.05, "hidden_dropout": 0.1}
 CPU = torch.device("cpu")
-EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "flops", "label_tokens", "evaluation_loss")
+EXACT = (
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "flops", "label_tokens", "evaluation_loss"),
+    *("loss_scale", "skipped"),
+)
 """Metrics that depend on the config alone."""
 
 

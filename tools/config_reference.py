@@ -18,6 +18,7 @@ from megalin.data.masking import MaskingConfig
 from megalin.layers.mixers.base import MixerConfig, mixer_types
 from megalin.layers.mixers.softmax import RopeScalingConfig
 from megalin.model.config import BlockConfig, EncoderConfig, ModelConfig
+from megalin.train.loss_scale import LossScaleConfig
 
 HEAD = """\
 # Configuration
@@ -116,7 +117,11 @@ def reference() -> str:
                     parts.append(section("`rope_scaling` of softmax attention", RopeScalingConfig))
             continue
         assert isinstance(cls, type), name
-        parts.append(section(f"`[{name}]`", cls, leave_out=("masking", "classification", "sources", "phases")))
+        parts.append(
+            section(f"`[{name}]`", cls, leave_out=("masking", "classification", "sources", "phases", "loss_scale"))
+        )
+        if name == "train":
+            parts.append(section("`[train.loss_scale]`", LossScaleConfig))
         if name == "data":
             parts.append(section("`[[data.sources]]`", SourceConfig))
             parts.append(section("`[[data.phases]]`", PhaseConfig))

@@ -103,6 +103,6 @@ def read_dtype(dtype: DtypeName | torch.dtype) -> DtypeName:
     """The name of a weights' dtype. Raises ConfigError for one that models do not have."""
     name = str(dtype).removeprefix("torch.")
     match name:
-        case "float32" | "bfloat16":
+        case "float32" | "bfloat16" | "float16":
             return name
-    raise ConfigError(f'dtype = {dtype!r}: weights have no such dtype here; use "float32" or "bfloat16"')
+    raise ConfigError(f'dtype = {dtype!r}: weights have no such dtype here; use "float32", "bfloat16" or "float16"')

@@ -52,8 +52,8 @@ def build_model(
         config: a preset's name ("hgrn2-150m"; `presets()` lists them), a model's config, a run's, a dict with the keys
             of either ({"preset": "hgrn2-150m", "vocab_size": 50304}), or the path of a config file (.toml).
         device: "cpu", "cuda" or "cuda:N"; None: this process's GPU where torch sees one, else the CPU.
-        dtype: of the weights: "float32", or "bfloat16", as training in bf16 casts them for each step; weights that feed
-            exponentials or positions stay in fp32.
+        dtype: of the weights: "float32", or "bfloat16" or "float16", as training in these casts them for each step;
+            weights that feed exponentials or positions stay in fp32.
         seed: of the weights.
 
     Raises:

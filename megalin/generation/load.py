@@ -23,7 +23,7 @@ from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig, TrainConfig
 from megalin.train.open_run import open_run
 
-DtypeName = Literal["float32", "bfloat16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class GenerationRun(NamedTuple):

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from megalin.config import Config
 from megalin.parallel.tensor_parallel import local
 
+_STOP = "stop_updates"
+"""Attribute of an optimizer, [] fp32: 1 after a step that was not sound."""
+
 _Beta = Annotated[float, pydantic.Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 
 
@@ -78,26 +81,32 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collec
     ]
 
 
-def step_if_finite(finite: Tensor, optimizer: torch.optim.AdamW) -> Tensor:
-    """Updates the weights if `finite` [] is true and was true at every earlier call; otherwise weights, moments and
-    step count stay unchanged.
+def step_or_skip(sound: Tensor, optimizer: torch.optim.AdamW, *, skip: Tensor | None = None) -> Tensor:
+    """Updates the weights; or, if `skip` [] is true, or `sound` [] is false or was false at an earlier call, leaves
+    weights, moments and step count unchanged (docs/adr/0019-step-or-skip.md).
 
-    The device reads `finite`, through fused AdamW's support for gradient scalers; the host does not wait for it.
+    The device reads both flags, through fused AdamW's support for gradient scalers; the host does not wait for them.
+
+    Args:
+        sound: false: the run must stop, so every later update is skipped too, until `clear_stop`.
+        skip: true: this update alone is skipped, and the run goes on.
 
     Returns:
         [] bool on the device: whether the weights were updated.
     """
-    found_inf = (~finite).to(torch.float32)
-    before: Tensor | None = getattr(optimizer, "found_inf", None)
-    found_inf = found_inf if before is None else torch.maximum(before, found_inf)
+    stop = (~sound).to(torch.float32)
+    before: Tensor | None = getattr(optimizer, _STOP, None)
+    stop = stop if before is None else torch.maximum(before, stop)
+    found_inf = stop if skip is None else torch.maximum(stop, skip.to(torch.float32))
+    setattr(optimizer, _STOP, stop)
     cast(Any, optimizer).found_inf = found_inf
     optimizer.step()
     return found_inf == 0
 
 
-def clear_non_finite(optimizer: torch.optim.AdamW) -> None:
-    """Clears the non-finite flag so that updates resume."""
-    cast(Any, optimizer).found_inf = None
+def clear_stop(optimizer: torch.optim.AdamW) -> None:
+    """Clears the flag of a step that was not sound, so that updates resume."""
+    setattr(optimizer, _STOP, None)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -32,6 +32,7 @@ def clip_gradients(
     *,
     counted_elsewhere: Collection[nn.Parameter] = (),
     stages: Axis | None = None,
+    loss_scale: Tensor | None = None,
 ) -> GradientNorms:
     """Scales the gradients in place by min(1, max_norm / (norm + 1e-6)); returns the norms before that.
 
@@ -44,6 +45,7 @@ def clip_gradients(
         max_norm: None measures without scaling.
         counted_elsewhere: parameters that another pipeline stage holds too and counts.
         stages: the pipeline axis, over whose ranks the model's parameters are distributed.
+        loss_scale: [], the factor of the gradients in float16: both norms and gradients are divided by it.
     """
     copies = {id(parameter) for parameter in counted_elsewhere}
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -54,12 +56,16 @@ def clip_gradients(
     # reduction over two axes.
     local_gradients = [local(gradient) for gradient in gradients]
     local_norms = torch.stack(torch._foreach_norm(local_gradients))
+    if loss_scale is not None:
+        local_norms = local_norms / loss_scale
     square = _sum_of_squares(gradients, local_norms, [id(parameter) not in copies for parameter in with_gradient])
     norm = (square if stages is None else all_reduce(square, stages)).sqrt()
     if max_norm is not None:
         # A NaN norm would make every gradient NaN and hide the parameter at fault: it scales nothing.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
-        torch._foreach_mul_(local_gradients, scale)
+        torch._foreach_mul_(local_gradients, scale if loss_scale is None else scale / loss_scale)
+    elif loss_scale is not None:
+        torch._foreach_mul_(local_gradients, loss_scale.reciprocal())
     return GradientNorms(norm, local_norms)
 
 

@@ -256,6 +256,13 @@ class Mesh:
         """Sum of a tensor over the data axis, on every rank."""
         return all_reduce(value, self.data)
 
+    def is_true_anywhere(self, flag: Tensor) -> Tensor:
+        """True on every rank where the bool `flag` is true on any rank of the run."""
+        found = flag.to(torch.float32)
+        for axis in covering_axes(self._root):
+            found = all_reduce(found, axis, operation="max")
+        return found > 0
+
     def count_labels(self, counts: Sequence[Tensor]) -> Tensor:
         """Valid labels of a step, of this rank's counts [terms] a micro-batch: [terms], equal on every rank."""
         return self.sum_over_data(torch.stack(list(counts)).sum(0))

@@ -16,7 +16,7 @@ from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.train.pipeline_model import Pipeline
 
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Compute dtypes of a run, by their name in its config."""
 
 OVERLAP_OPTIONS = {

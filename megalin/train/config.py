@@ -26,6 +26,7 @@ from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resol
 from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
 from megalin.train.float8 import check_float8_layers, float8_problems, float8_settings
+from megalin.train.loss_scale import LossScaleConfig, deepspeed_loss_scale, loss_scale_problems
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -55,8 +56,11 @@ class TrainConfig(Config):
     """Run folder, or RUN@STEP, whose newest checkpoint or that of a step this run continues in a folder of its own:
     weights, optimizer state and samples, under its own schedule and number of steps. It ends as a run without the key,
     bit for bit, if both runs agree up to that step. Not read where the run resumes."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32. float16: with dynamic
+    loss scaling."""
+    loss_scale: LossScaleConfig | None = None
+    """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
     power-of-two scale for each row; needs dtype = "bfloat16", and on GPUs compute capability 8.9. Gradients of weights,
@@ -133,7 +137,7 @@ class RunConfig(Config):
                     "lower it or remove the phase"
                 )
         problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
-        problems += float8_problems(train, parallel, length)
+        problems += float8_problems(train, parallel, length) + loss_scale_problems(train)
         problems += self.evaluation.problems() + self.checkpoint.problems(self.train.steps)
         if train.branch_from is not None and train.initial_weights is not None:
             problems.append(
@@ -241,7 +245,10 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         ),
         Owned("gradient_clipping", f"optimizer.max_grad_norm {clip}", optimizer.max_grad_norm or 0.0),
         Owned("bf16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "bfloat16"),
+        Owned("fp16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "float16"),
     ]
+    if train.dtype == "float16":
+        owned += deepspeed_loss_scale(train.loss_scale or LossScaleConfig())
     values = {**optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"}), "bias_correction": True}
     for key, value in values.items():
         name = "AdamW corrects its moments" if key == "bias_correction" else f"optimizer.{key} = {value}"
@@ -251,6 +258,8 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         owned.append(Owned("zero_optimization.memory_efficient_linear", "train.compile = true", False))
         owned.append(Owned("zero_optimization.parameter_alignment", "train.compile = true", True))
     settings = resolve_deepspeed(train.deepspeed_config, owned, stage=parallel.zero)
+    if train.dtype == "float16":  # of the first step; the engine sets it before each one
+        settings["fp16"] = {"enabled": True, "loss_scale": (train.loss_scale or LossScaleConfig()).initial}
     return settings | {"train_batch_size": train.global_batch_size * parallel.cp}
 
 

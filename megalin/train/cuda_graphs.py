@@ -31,7 +31,8 @@ class GradientGraph:
         ConfigError: no GPU, or settings under which a captured collective reads unmapped memory.
     """
 
-    def __init__(self, model: Model, mesh: Mesh) -> None:
+    def __init__(self, model: Model, mesh: Mesh, loss_scale: Tensor | None = None) -> None:
+        """`loss_scale` [] keeps its memory, as the weights do."""
         if mesh.device.type != "cuda":
             raise ConfigError(
                 f"train.cuda_graphs = true, but this run computes on a {mesh.device.type} device, which has no "
@@ -43,7 +44,7 @@ class GradientGraph:
                 "train.cuda_graphs = true with the allocator's expandable_segments:True: NCCL would register buffers "
                 "of the graph by addresses that are not fixed; set NCCL_GRAPH_REGISTER=0 in the environment"
             )
-        self._model, self._mesh = model, mesh
+        self._model, self._mesh, self._loss_scale = model, mesh, loss_scale
         self._stream = torch.cuda.Stream(mesh.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
@@ -78,7 +79,7 @@ class GradientGraph:
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
-            result = accumulate_gradients(self._model, batches, self._mesh)
+            result = accumulate_gradients(self._model, batches, self._mesh, self._loss_scale)
         outside.wait_stream(self._stream)
         return result
 
@@ -90,7 +91,7 @@ class GradientGraph:
         # Meanwhile other threads pin batches and watch NCCL.
         recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
         with recording, ordered_cuda_streams(self._model):
-            self._result = accumulate_gradients(self._model, self._batches, self._mesh)
+            self._result = accumulate_gradients(self._model, self._batches, self._mesh, self._loss_scale)
         self._gradients = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         current().enter("step")
         return graph

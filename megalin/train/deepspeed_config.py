@@ -19,7 +19,6 @@ SUPPORTED = SpecifierSet(">=0.19,<0.20")
 """Supported versions of deepspeed: the engine relies on internals, such as the location of optimizer states."""
 
 UNSUPPORTED = {
-    "fp16": "half precision needs a scaled loss, and skips steps; train.dtype = 'bfloat16' does not",
     "amp": "train.dtype is the compute dtype",
     "torch_autocast": "train.dtype is the compute dtype",
     "scheduler": "the table [schedule] sets the learning rate",
@@ -38,6 +37,8 @@ UNSUPPORTED = {
     "zero_optimization.zenflow": "it updates weights with parts of a step's gradient",
     "bf16.bf16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints",
     "bf16.bf16_optimizer_states": "moments are fp32 and so are checkpoints",
+    "fp16.fp16_master_weights_and_grads": "weights at rest are fp32 and so are checkpoints",
+    "fp16.auto_cast": "the model's inputs are token ids",
     "zero_optimization.cpu_offload": "it was renamed to offload_optimizer.device",
     "zero_optimization.cpu_offload_param": "it was renamed to offload_param.device",
     "checkpoint.load_universal": "checkpoints of a run folder load on any mesh as they are; universal ones of ZeRO 3 "
@@ -45,11 +46,11 @@ UNSUPPORTED = {
 }
 """Keys of the JSON that cannot be switched on: the reason, or the key of the config to use instead."""
 
-STAGE_0_IN_BF16 = (
-    "this engine would accumulate gradients in bfloat16 and, with tensor parallelism, clip to a norm without the other "
-    "ranks' shards"
+STAGE_0_IN_HALF = (
+    "this engine would accumulate gradients in that dtype and, with tensor parallelism, clip to a norm without the "
+    "other ranks' shards"
 )
-"""Reason for the rejection of ZeRO stage 0 in bfloat16."""
+"""Reason for the rejection of ZeRO stage 0 in bfloat16 and float16."""
 
 NEVER_OFF = {
     "managed_gradient_accumulation": "train.global_batch_size determines the end of a step",
@@ -157,7 +158,7 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"train.deepspeed_config = {path!r} contains no JSON object, but {type(document).__name__}")
     if "bfloat16" in document:  # its older name
         document["bf16"] = document.pop("bfloat16")
-    for key in ("zero_optimization", "bf16", "data_types"):
+    for key in ("zero_optimization", "bf16", "fp16", "data_types"):
         if not (isinstance(document.get(key, {}), dict) or document[key] == "auto"):
             raise ConfigError(
                 f"train.deepspeed_config = {path!r}: {key} = {document[key]!r} is not an object; make it one"
@@ -195,9 +196,9 @@ def _stage_problems(document: Mapping[str, Any], settings: Mapping[str, Any]) ->
     if stage not in (0, 1, 2, 3):
         yield f"zero_optimization.stage = {stage!r} is not one of 0, 1, 2, 3"
         stage = 3  # the one that supports most
-    elif stage == 0 and _get(settings, "bf16.enabled"):
+    elif stage == 0 and (half := _half_dtype(settings)):
         yield (
-            f"zero_optimization.stage = 0 in bfloat16: {STAGE_0_IN_BF16}; use stage 1, 2 or 3 (parallel.zero), or "
+            f"zero_optimization.stage = 0 in {half}: {STAGE_0_IN_HALF}; use stage 1, 2 or 3 (parallel.zero), or "
             "train.engine = 'fsdp2'"
         )
     for key, reason, remedy in refusals(document, stage=stage):
@@ -222,8 +223,15 @@ def _fill(settings: dict[str, Any]) -> None:
     settings.setdefault("log_level", "warning")
     if settings["bf16"]["enabled"]:
         settings["bf16"].setdefault("check_grad_overflow", True)
+    if _half_dtype(settings):
         settings.setdefault("communication_data_type", "fp32")
         settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def _half_dtype(settings: Mapping[str, Any]) -> str:
+    """The compute dtype of two bytes; empty for fp32."""
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    return next((name for key, name in names.items() if _get(settings, f"{key}.enabled")), "")
 
 
 def _without_auto(value: Any) -> Any:

@@ -31,6 +31,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig, deepspeed_settings
 from megalin.train.engine import FillWeights
+from megalin.train.loss_scale import LOSS_SCALE_PREFIX, describe_lowest_scale, make_loss_scale, read_step
 from megalin.train.step import NOTHING_CHANGED, StepResult
 from megalin.train.step_timer import StepTimer
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
@@ -101,8 +102,10 @@ class DeepSpeedEngine:
     DeepSpeed averages gradients over the data axis. Losses are multiplied by its size, so that the gradient is that of
     the mean over the step's valid labels of all ranks and micro-batches, as with the fsdp2 engine.
 
-    In bfloat16 DeepSpeed shards fp32 weights and moments, and computes with rounded weights. This includes the weights
-    of exponentials and positions, which the fsdp2 engine leaves unrounded; both engines compute these in fp32.
+    In bfloat16 and float16 DeepSpeed shards fp32 weights and moments, and computes with rounded weights. This includes
+    the weights of exponentials and positions, which the fsdp2 engine leaves unrounded; both engines compute these in
+    fp32. In float16 DeepSpeed multiplies losses by a constant, checks for overflows and divides gradients; the constant
+    is set before each step to the scale of the fsdp2 engine's rule (docs/adr/0019-step-or-skip.md).
 
     Attributes:
         model: the model with plain parameters, this rank's shards; at stage 3 they are empty while unused.
@@ -120,9 +123,10 @@ class DeepSpeedEngine:
         self._layout = LocalLayout(mesh, localize(self.model))
         self._parameters = dict(self.model.named_parameters())
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        bf16 = config.train.dtype == "bfloat16"
-        # In bfloat16 DeepSpeed makes its fp32 weights from rounded ones.
-        unrounded = {name: self._shard(name, p.detach().clone()) for name, p in self._parameters.items() if bf16}
+        self._loss_scale = make_loss_scale(config.train, mesh)
+        rounds = config.train.dtype != "float32"
+        # DeepSpeed makes its fp32 weights from rounded ones.
+        unrounded = {name: self._shard(name, p.detach().clone()) for name, p in self._parameters.items() if rounds}
         optimizer = build_plain_optimizer(
             self.model,
             config.optimizer,
@@ -136,7 +140,7 @@ class DeepSpeedEngine:
         self._create_moments()
         for name, shard in unrounded.items():
             self._set(name, None, self._layout.join(name, shard.to(mesh.device)))
-        if bf16:
+        if rounds:
             for module in self.model.full_precision_modules():
                 module.register_forward_hook(_in_fp32)
         self._hooks = UpdateHooks(hooks, self._weights)
@@ -144,6 +148,8 @@ class DeepSpeedEngine:
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
         self.timer.start()
         set_learning_rate(self._optimizer, learning_rate)
+        if self._loss_scale is not None:  # the factor that undoes the mean must not cost range
+            self._engine.optimizer.loss_scale = self._loss_scale.scale.item() / self._mesh.data.size
         counts = self._mesh.count_labels([batch.label_counts() for batch in batches])
         total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
         for index, batch in enumerate(batches):
@@ -165,10 +171,23 @@ class DeepSpeedEngine:
         applied = math.isfinite(result.loss) and math.isfinite(norm)
         self.model.after_optimizer_step()
         self._hooks.after_update(applied=torch.full((), applied, device=self._mesh.device), step=step)
-        if not applied:
+        return self._judge(result, step)
+
+    def _judge(self, result: StepResult, step: int) -> StepResult:
+        """Adds the loss scaling of a step to its result, and updates the scale. Raises NumericError if the loss or the
+        gradient is not finite, in float16 a gradient only with the lowest loss scale."""
+        loss, norm = result.loss, result.grad_norm
+        problem = (
+            "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm} is not finite"
+        )
+        if self._loss_scale is not None and math.isfinite(loss):
+            values = self._loss_scale.update(torch.full((), not math.isfinite(norm), device=self._mesh.device))
+            scaling = read_step(values.tolist())
+            result = result._replace(scaling=scaling)
+            problem = describe_lowest_scale(scaling) if self._loss_scale.must_stop(scaling) else ""
+        if problem:
             raise NumericError(
-                f"step {step}: loss {result.loss}, gradient norm {norm} is not finite. {NOTHING_CHANGED}; "
-                'train.engine = "fsdp2" names the parameters'
+                f'step {step}: {problem}. {NOTHING_CHANGED}; train.engine = "fsdp2" names the parameters'
             )
         return result
 
@@ -179,7 +198,8 @@ class DeepSpeedEngine:
             tensors[optimizer_name(name, "step")] = torch.tensor(float(count))
             for key in _MOMENTS:
                 tensors[optimizer_name(name, key)] = self._shard(name, self._get(name, key))
-        return tensors | self._hooks.tensors()
+        scale = {} if self._loss_scale is None else self._loss_scale.tensors()
+        return tensors | scale | self._hooks.tensors()
 
     def load(self, checkpoint: Checkpoint) -> None:
         shards = {(name, key): self._empty(name) for name in self._parameters for key in (None, *_MOMENTS)}
@@ -188,7 +208,8 @@ class DeepSpeedEngine:
         }
         steps = {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
         saved = self._hooks.saved_in(checkpoint)
-        load(checkpoint, tensors | steps | saved.tensors, ignore=saved.ignored)
+        scale = {} if self._loss_scale is None else self._loss_scale.saved_in(checkpoint)
+        load(checkpoint, tensors | steps | scale | saved.tensors, ignore=(*saved.ignored, LOSS_SCALE_PREFIX))
         for (name, key), shard in shards.items():
             self._set(name, key, self._layout.join(name, shard.to(self._mesh.device)))
         (count,) = {int(step) for step in steps.values()}
@@ -317,6 +338,8 @@ def _initialize(model: Model, optimizer: torch.optim.Optimizer, settings: dict[s
 
     if mesh.device.type == "cpu":  # else it compiles shared-memory collectives, which gloo has
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # PyTorch computes in float16 without oneDNN's kernels too, which DeepSpeed looks for.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     # DeepSpeed calls collectives by names that torch 2.12 changed; torch would warn at every change of weights.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     deepspeed.init_distributed()  # uses the existing process group

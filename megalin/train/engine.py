@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.float8 import check_float8_device, float8_settings, report_matmuls
+from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
@@ -77,6 +78,15 @@ class Engine(Protocol):
         """Releases resources that would block the shutdown of the process group."""
 
 
+class _StepOptions(TypedDict):
+    """Options of `train_step` and `apply_gradients`."""
+
+    max_grad_norm: float | None
+    step: int
+    timer: StepTimer
+    loss_scale: LossScale | None
+
+
 class FullyShardedEngine:
     """Engine on fully_shard (FSDP2), or on a pipeline of such stages, with PyTorch's AdamW."""
 
@@ -99,33 +109,38 @@ class FullyShardedEngine:
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)
+        self._loss_scale = make_loss_scale(train, mesh)
         self.settings: Mapping[str, Any] = {}
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
         self._graph: GradientGraph | None = None
         if train.cuda_graphs:
             assert not isinstance(self.model, Pipeline), config.parallel
-            self._graph = GradientGraph(self.model, mesh)
+            self._graph = GradientGraph(self.model, mesh, None if self._loss_scale is None else self._loss_scale.scale)
         self._hooks = UpdateHooks(hooks, partial(weights, self.model))
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
-        model, optimizer, norm, timer = self.model, self._optimizer, self._max_grad_norm, self.timer
+        options = _StepOptions(
+            max_grad_norm=self._max_grad_norm, step=step, timer=self.timer, loss_scale=self._loss_scale
+        )
         if self._graph is None:
-            launched = train_step(model, optimizer, batches, self._mesh, max_grad_norm=norm, step=step, timer=timer)
+            launched = train_step(self.model, self._optimizer, batches, self._mesh, **options)
         else:
-            timer.start()
+            self.timer.start()
             losses, counts = self._graph.accumulate_gradients(batches)
-            launched = apply_gradients(model, optimizer, losses, counts, max_grad_norm=norm, step=step, timer=timer)
+            launched = apply_gradients(self.model, self._optimizer, losses, counts, **options)
         self._hooks.after_update(applied=launched.applied, step=step)
         return launched
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return training_tensors(self.model, self._optimizer) | self._hooks.tensors()
+        scale = {} if self._loss_scale is None else self._loss_scale.tensors()
+        return training_tensors(self.model, self._optimizer) | scale | self._hooks.tensors()
 
     def load(self, checkpoint: Checkpoint) -> None:
         tensors = training_tensors(self.model, self._optimizer)
         saved = self._hooks.saved_in(checkpoint)
-        load(checkpoint, tensors | saved.tensors, ignore=saved.ignored)
+        scale = {} if self._loss_scale is None else self._loss_scale.saved_in(checkpoint)
+        load(checkpoint, tensors | scale | saved.tensors, ignore=(*saved.ignored, LOSS_SCALE_PREFIX))
         self.model.after_optimizer_step()
         self._hooks.start(saved.missing)
 

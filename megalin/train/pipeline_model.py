@@ -56,6 +56,7 @@ class Pipeline(nn.Module):
         self._holders = {name: axes[tuple(holders)] for name, holders in plan.holders.items()}
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._counts: Tensor | None = None
+        self._loss_scale: Tensor | None = None
 
     def stages(self) -> list[DecoderStage]:
         """This rank's stages in order."""
@@ -84,17 +85,20 @@ class Pipeline(nn.Module):
         own = set(self.pp.own_stages())
         return [copies[0] for name, copies in self._copies() if self.plan.holders[name][0] not in own]
 
-    def accumulate_gradients(self, batches: Sequence[AnyBatch], counts: Tensor) -> Tensor:
+    def accumulate_gradients(
+        self, batches: Sequence[AnyBatch], counts: Tensor, loss_scale: Tensor | None = None
+    ) -> Tensor:
         """Forward and backward of a step's micro-batches, equal in shape, through all stages, in the schedule's order.
 
         Args:
             counts: [1] valid labels of the whole step; the loss is divided by them.
+            loss_scale: [], multiplies the gradients but not the result.
 
         Returns:
             [1] fp64, the sum of this rank's losses: zero unless it has the last stage.
         """
         micro_batches = [cast(Batch, batch) for batch in batches]
-        self._counts = counts.clamp(min=1)
+        self._counts, self._loss_scale = counts.clamp(min=1), loss_scale
         inputs = map_fields(lambda *fields: torch.cat(fields), *micro_batches).inputs()
         tokens, losses = inputs.pop("tokens"), list[Tensor]()
         with _errors_as_raised():
@@ -108,7 +112,7 @@ class Pipeline(nn.Module):
         total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
         for loss in losses:
             total += loss.detach()
-        return total
+        return total if loss_scale is None else total / loss_scale
 
     def _schedule(self, batches: Sequence[Batch]) -> Any:
         """The engine's schedule for this number and shape of micro-batches; created at first use."""
@@ -130,7 +134,8 @@ class Pipeline(nn.Module):
     def _loss(self, loss_sum: Tensor, _labels: Tensor) -> Tensor:
         """Contribution of a micro-batch to the step's mean loss; the last stage reads the labels itself."""
         assert self._counts is not None
-        return (loss_sum / self._counts).sum()
+        loss = (loss_sum / self._counts).sum()
+        return loss if self._loss_scale is None else loss * self._loss_scale
 
     def _hidden_states_shape(self, tokens: Tensor) -> HiddenStatesShape:
         """Shape and dtype of the hidden states sent between stages for tokens [B, T/cp]."""

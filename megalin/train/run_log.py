@@ -82,6 +82,10 @@ class RunLog:
         )
         if waited and dist.get_rank() == 0:
             _log.warning("step %d: %s", finished.step, waited)
+        if (scaling := finished.result.scaling) is not None and scaling.skipped:
+            self.print_line(
+                f"step {finished.step}  no update: the gradient overflows with the loss scale {scaling.scale:,.0f}"
+            )
         for line in task_lines(tasks):
             self.print_line(f"step {finished.step}  {line}")
         self._ledger.write(finished.step, finished.launched.digest)
@@ -166,6 +170,8 @@ def step_metrics(
     }
     if len(result.terms) > 1:
         values |= {f"{name}_loss": term for name, term in zip(loss_names, result.terms, strict=True)}
+    if result.scaling is not None:
+        values |= {"loss_scale": result.scaling.scale, "skipped": int(result.scaling.skipped)}
     if launched.slowest is not None:
         values |= {"slowest_rank": launched.slowest.rank, "slowest_rank_ratio": launched.slowest.ratio}
     peak = peak_flops_per_second(mesh.device)

@@ -72,8 +72,8 @@ def _warnings(config: RunConfig, mesh: Mesh, data: Training, counted: Counts) ->
             )
     if mesh.device.type != "cpu":
         return
-    if train.dtype == "bfloat16":
-        yield 'warning: train.dtype = "bfloat16" is slow on most CPUs; use "float32"'
+    if train.dtype != "float32":
+        yield f'warning: train.dtype = "{train.dtype}" is slow on most CPUs; use "float32"'
     if train.compile:
         yield "warning: train.compile = true compiles for minutes on a CPU and gains little; use false"
     flops = counted.flops_per_token * train.global_batch_size * config.data.sequence_length

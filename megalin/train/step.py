@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch
 from megalin.errors import NumericError
-from megalin.optim.adamw import clear_non_finite, step_if_finite
+from megalin.optim.adamw import clear_stop, step_or_skip
 from megalin.optim.clipping import clip_gradients
 from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import finish_backward, prepare_backward
@@ -20,6 +20,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.messages import gather_values
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
+from megalin.train.loss_scale import LossScale, StepScale, describe_lowest_scale, read_step
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step_timer import StepDuration, StepTimer
 
@@ -43,6 +44,8 @@ class StepResult(NamedTuple):
     """The mean loss of each term of the model's `loss_names`, over its own valid labels of all ranks."""
     seconds: float
     """Duration of the step on this rank, as `StepTimer` measures it."""
+    scaling: StepScale | None = None
+    """Loss scaling of the step; None unless the run computes in float16."""
 
     @property
     def is_ready(self) -> bool:
@@ -65,8 +68,8 @@ class PendingStep(Protocol):
         """Waits for the result. A collective if the result is an error.
 
         Raises:
-            NumericError: on every rank, when the loss or the gradient is not finite. Neither this step nor a later one
-                has changed a weight.
+            NumericError: on every rank, when the loss or the gradient is not finite; in float16 a gradient only with
+                the lowest loss scale. Neither this step nor a later one has changed a weight.
         """
 
 
@@ -89,7 +92,8 @@ class LaunchedStep:
 
     Attributes:
         applied: [] bool on the device: whether its update was applied, which a loss or gradient that is not finite
-            prevents, in this step or in an earlier one whose error was not raised yet.
+            prevents, in this step or in an earlier one whose error was not raised yet; and in float16 an overflow in
+            this step.
     """
 
     applied: Tensor
@@ -102,13 +106,15 @@ class LaunchedStep:
         scalars: Tensor,
         duration: StepDuration,
         step: int,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        """`scalars` [3 + terms + names]: loss, norm, labels, terms, and the norm of each named gradient on this rank.
+        """`scalars` [3 + terms + names, or 3 more]: loss, norm, labels, terms, with a loss scale its values, and the
+        norm of each named gradient on this rank.
 
         The end of `duration` was recorded before this call, so it is readable once the scalars are on the host.
         """
         self._model, self._optimizer, self._names, self._step = model, optimizer, names, step
-        self._duration = duration
+        self._duration, self._loss_scale = duration, loss_scale
         self._scalars = AsyncScalars(scalars)
         self.is_ready = not scalars.is_cuda
 
@@ -116,19 +122,33 @@ class LaunchedStep:
         scalars = self._scalars.read()
         values, local_norms = scalars.split([len(scalars) - len(self._names), len(self._names)])
         loss, norm, labels, *terms = values.tolist()
-        result = StepResult(loss, norm, int(labels), tuple(terms), self._duration.seconds())
-        if not values.isfinite().all():
-            clear_non_finite(self._optimizer)
+        scaling = None
+        if self._loss_scale is not None:
+            terms, scaling = terms[:-3], read_step(terms[-3:])
+        result = StepResult(loss, norm, int(labels), tuple(terms), self._duration.seconds(), scaling)
+        if self._must_stop(result):
+            clear_stop(self._optimizer)
             norms = dict(zip(self._names, local_norms.tolist(), strict=True))
             raise NumericError(_describe_non_finite(self._model, norms, result, self._step))
         return result
 
+    def _must_stop(self, result: StepResult) -> bool:
+        """The decision of the device, equal on every rank."""
+        if result.scaling is None or self._loss_scale is None:
+            return not all(map(math.isfinite, (result.loss, result.grad_norm, *result.terms)))
+        return not math.isfinite(result.loss) or self._loss_scale.must_stop(result.scaling)
 
-def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
+
+def accumulate_gradients(
+    model: TrainedModel, batches: Sequence[AnyBatch], mesh: Mesh, loss_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Forward and backward of a step's micro-batches; the gradient is that of the sum of the step's mean losses.
 
     loss = sum over the model's terms of (sum over ranks and micro-batches of the term's losses / number of its valid
     labels in the whole step), so neither accumulation nor the mesh nor ignored labels change it.
+
+    Args:
+        loss_scale: [], multiplies the gradients but not the losses.
 
     Returns:
         The mean loss of each term (fp64, nats a label) and the number of its valid labels (int64), [terms], equal on
@@ -136,15 +156,16 @@ def accumulate_gradients(model: TrainedModel, batches: Sequence[AnyBatch], mesh:
     """
     counts = mesh.count_labels([batch.label_counts() for batch in batches])
     if isinstance(model, Pipeline):
-        total = model.accumulate_gradients(batches, counts)
+        total = model.accumulate_gradients(batches, counts, loss_scale)
         return wait_tensor(mesh.sum_over_data(mesh.pp.sum(total))), wait_tensor(counts)
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         prepare_backward(model, mesh, last=index == len(batches) - 1)
         losses = model.loss_sums(batch.inputs()) / counts.clamp(min=1)
-        losses.sum().backward()
+        loss = losses.sum()
+        (loss if loss_scale is None else loss * loss_scale).backward()
         total += losses.detach()
-        del losses  # before the next forward, which needs the memory
+        del losses, loss  # before the next forward, which needs the memory
     finish_backward(model, mesh)
     return wait_tensor(mesh.sum_over_data(total)), wait_tensor(counts)
 
@@ -158,16 +179,20 @@ def train_step(
     max_grad_norm: float | None,
     step: int,
     timer: StepTimer | None = None,
+    loss_scale: LossScale | None = None,
 ) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
     Args:
         timer: the clock of a run's steps; without one this step is measured alone.
+        loss_scale: of a run in float16.
     """
     timer = timer or StepTimer(mesh.device)
     timer.start()
-    losses, counts = accumulate_gradients(model, batches, mesh)
-    return apply_gradients(model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step, timer=timer)
+    losses, counts = accumulate_gradients(model, batches, mesh, None if loss_scale is None else loss_scale.scale)
+    return apply_gradients(
+        model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step, timer=timer, loss_scale=loss_scale
+    )
 
 
 def apply_gradients(
@@ -179,12 +204,14 @@ def apply_gradients(
     max_grad_norm: float | None,
     step: int,
     timer: StepTimer | None = None,
+    loss_scale: LossScale | None = None,
 ) -> LaunchedStep:
     """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
     messages.
 
     The host waits for none of it, so it can launch the next step while the device works. If the loss or the gradient
-    is not finite, the device skips this update and every later one until that result has been waited for.
+    is not finite, the device skips this update and every later one until that result has been waited for. With a loss
+    scale, a gradient that overflows skips this update alone, unless the scale is at its minimum.
 
     The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more; the
     update counts for the next step. Without a `timer` this function alone is measured.
@@ -192,16 +219,21 @@ def apply_gradients(
     timer = timer or StepTimer(losses.device)
     timer.start()
     given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+    scale = None if loss_scale is None else loss_scale.scale
     if isinstance(model, Pipeline):
-        norms = clip_gradients(
-            given.values(), max_grad_norm, counted_elsewhere=model.counted_elsewhere(), stages=model.pp.axis
-        )
+        copies, stages = model.counted_elsewhere(), model.pp.axis
+        norms = clip_gradients(given.values(), max_grad_norm, counted_elsewhere=copies, stages=stages, loss_scale=scale)
     else:
-        norms = clip_gradients(given.values(), max_grad_norm)
+        norms = clip_gradients(given.values(), max_grad_norm, loss_scale=scale)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    scalars = torch.cat([values, norms.local_norms.to(losses.dtype)])
-    pending = LaunchedStep(model, optimizer, list(given), scalars, timer.end(), step)
-    pending.applied = step_if_finite(values.isfinite().all(), optimizer)
+    scalars = [values, norms.local_norms.to(losses.dtype)]
+    if loss_scale is None:
+        sound, skip = values.isfinite().all(), None
+    else:
+        sound, skip = loss_scale.judge(losses.isfinite().all(), norms.global_norm)
+        scalars.insert(1, loss_scale.update(skip))
+    pending = LaunchedStep(model, optimizer, list(given), torch.cat(scalars), timer.end(), step, loss_scale)
+    pending.applied = step_or_skip(sound, optimizer, skip=skip)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
     return pending
@@ -209,11 +241,11 @@ def apply_gradients(
 
 def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: StepResult, step: int) -> str:
     """Names the ranks and parameters with non-finite elements; a collective, called on every rank."""
-    found = {
+    names = {
         "weight": [name for name, parameter in model.named_parameters() if not _is_finite(parameter)],
         "gradient": [name for name, norm in norms.items() if not math.isfinite(norm)],
     }
-    by_rank: list[dict[str, list[str]]] = gather_values(found, dist.group.WORLD)
+    by_rank: list[dict[str, list[str]]] = gather_values(names, dist.group.WORLD)
     # A weight that is not finite makes the gradients of all the others non-finite: only the weight is the cause.
     what = "weight" if any(ranks["weight"] for ranks in by_rank) else "gradient"
     places = [
@@ -222,10 +254,10 @@ def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: S
         if names[what]
     ]
     where = "; ".join(places) if places else "no parameter: the loss itself"
-    return (
-        f"step {step}: loss {result.loss}, gradient norm {result.grad_norm} is not finite; first in {where}. "
-        + NOTHING_CHANGED
-    )
+    found = f"loss {result.loss}, gradient norm {result.grad_norm} is not finite"
+    if result.scaling is not None and math.isfinite(result.loss):
+        found = describe_lowest_scale(result.scaling)
+    return f"step {step}: {found}; first in {where}. {NOTHING_CHANGED}"
 
 
 def _is_finite(tensor: Tensor) -> bool:

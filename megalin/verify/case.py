@@ -31,7 +31,7 @@ PREDICTIONS = 11
 
 _FIRST_DRAW = 2**33 - 3
 
-DtypeName = Literal["float64", "float32", "bfloat16", "float8"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16", "float8"]
 
 
 class Case(NamedTuple):
@@ -55,8 +55,13 @@ class Case(NamedTuple):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The torch dtype."""
-        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
         return dtypes.get(self.dtype, torch.float64)
+
+    @property
+    def is_half(self) -> bool:
+        """True for bf16 and fp16, whose rounding is measured (docs/adr/0004-bf16-bounds.md)."""
+        return self.compute_dtype.itemsize == 2
 
     @property
     def world_size(self) -> int:

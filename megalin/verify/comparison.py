@@ -13,12 +13,12 @@ from megalin.verify.case import Case
 from megalin.verify.float8 import CODES, MAGNITUDES, SCALES
 from megalin.verify.outcome import OPTIMIZER, Outcome
 
-RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-5, "float8": 1e-10}
-"""Bound of ||a - b|| / ||b|| of logits, losses, gradients and their norm; in bf16 the smallest of their bounds."""
-WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3, "float8": 1e-7}
+RELATIVE_BOUND = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-5, "float16": 2e-5, "float8": 1e-10}
+"""Bound of ||a - b|| / ||b|| of logits, losses, gradients and their norm; in bf16 and fp16 their smallest bound."""
+WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3, "float16": 1e-3, "float8": 1e-7}
 """Bound of the root mean square difference of a weight after the step, in units of the learning rate. AdamW divides
-each gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16: from
-the same gradients, so only the rounding of weights in fp32 remains, 5e-4 at a magnitude of 8."""
+each gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16 and
+fp16: from the same gradients, so only the rounding of weights in fp32 remains, 5e-4 at a magnitude of 8."""
 ROUNDING_FACTOR = 2.0
 """Factor on the measured rounding of one process; the product is the bound for tensors of the same role."""
 

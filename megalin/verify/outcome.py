@@ -23,6 +23,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.messages import gather_tensors
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
+from megalin.train.loss_scale import LossScale, LossScaleConfig
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import SAMPLES_PER_RANK, Case, make_batches, rank_batches
@@ -36,6 +37,9 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.05)
 """Optimizer of the step. The clip is far below the gradient norm, so a norm that misses or repeats an element changes
 the weights."""
 
+
+LOSS_SCALE = LossScaleConfig(initial=64.0)
+"""Loss scaling of the step in fp16: large enough for its gradients, and far from an overflow."""
 
 STEPPED = "stepped_"
 """Prefix of the logits and losses of a forward after the step."""
@@ -136,13 +140,17 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
     for index, batch in enumerate(batches):
         outcome |= _forward_outcome(case, axes, model, batch, full[index], index)
     recorder = OperandRecorder(model) if case.dtype == "float8" else None
-    losses, counts = accumulate_gradients(model, batches, mesh)
+    scale = LossScale(LOSS_SCALE, mesh) if case.dtype == "float16" else None
+    losses, counts = accumulate_gradients(model, batches, mesh, None if scale is None else scale.scale)
     outcome |= {} if recorder is None else recorder.tensors(SAMPLES_PER_RANK, mesh)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         # A copy: without sharding the full gradient is the gradient itself, which clipping scales in place.
-        outcome[f"gradient:{name}"] = full_tensor(parameter.grad).clone().cpu()
-    result = apply_gradients(model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0).wait()
+        gradient = full_tensor(parameter.grad).clone().cpu()
+        outcome[f"gradient:{name}"] = gradient if scale is None else gradient / LOSS_SCALE.initial
+    result = apply_gradients(
+        model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0, loss_scale=scale
+    ).wait()
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
     for name, parameter in model.named_parameters():
@@ -175,7 +183,7 @@ def run_reference(
     `device` is that of the mesh: initial weights are the same on every mesh of one kind of device.
 
     Args:
-        dither: for bf16: stochastic rounding of the weights instead of rounding to nearest.
+        dither: for bf16 and fp16: stochastic rounding of the weights instead of rounding to nearest.
         recompute: recomputes activations, with the same bits, for a model whose activations do not fit.
     """
     wide = torch.promote_types(dtype, torch.float32)
@@ -199,11 +207,12 @@ def run_reference(
             kept = losses.masked_fill(head.labels == IGNORED_LABEL, 0.0)
             outcome[f"{head.prefix or 'token_'}losses.{index}"] = kept
             loss = loss + head.losses.sum() / count
-        loss.backward()
+        factor = LOSS_SCALE.initial if dtype == torch.float16 else 1.0
+        (loss * factor).backward()
         total += loss.detach()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name
-            gradients[name] += parameter.grad
+            gradients[name].add_(parameter.grad, alpha=1.0 / factor)
             parameter.grad = None
     for name, master in masters.items():
         outcome[f"gradient:{name}"], master.grad = gradients[name].clone(), gradients[name]
@@ -231,7 +240,7 @@ def round_weights(model: Model, dtype: torch.dtype, dither: torch.Generator | No
     precise = {parameter for module in model.full_precision_modules() for parameter in module.parameters()}
     for parameter in model.parameters():
         if parameter not in precise:
-            parameter.data = (parameter.data if dither is None else _dithered(parameter.data, dither)).to(dtype)
+            parameter.data = (parameter.data if dither is None else _dithered(parameter.data, dtype, dither)).to(dtype)
 
 
 def on_host(outcome: Outcome) -> Outcome:
@@ -239,9 +248,12 @@ def on_host(outcome: Outcome) -> Outcome:
     return {name: tensor.cpu() for name, tensor in outcome.items()}
 
 
-def _dithered(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x plus uniform noise of one unit in the last place of bf16, centered at zero."""
-    unit = torch.ldexp(x.sign(), torch.frexp(x).exponent - 8)  # 0 of a weight that is 0
+def _dithered(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """x plus uniform noise of one unit in the last place of `dtype`, bf16 or fp16, centered at zero."""
+    limits = torch.finfo(dtype)
+    places = torch.frexp(x).exponent - 1 + math.frexp(limits.eps)[1] - 1
+    lowest = math.frexp(limits.smallest_normal * limits.eps)[1] - 1
+    unit = torch.ldexp(x.sign(), places.clamp(min=lowest))  # 0 of a weight that is 0
     return x + unit * (torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) - 0.5)
 
 

@@ -1,5 +1,5 @@
-"""Measured rounding of one process, from which bounds for a mesh follow: in bf16, and in fp32 if a mesh exceeds its
-bound (docs/adr/0004-bf16-bounds.md)."""
+"""Measured rounding of one process, from which bounds for a mesh follow: in bf16 or fp16, and in fp32 if a mesh exceeds
+its bound (docs/adr/0004-bf16-bounds.md)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from megalin.verify.comparison import Rounding, error, kind, role
 from megalin.verify.outcome import Outcome, on_host, run_reference
 
 NUM_DRAWS = 16
-"""Number of processes in bf16: one with weights rounded to nearest, the others with stochastically rounded weights."""
+"""Number of processes in bf16 or fp16: one with weights rounded to nearest, the others stochastically."""
 
 
 def measure_rounding(case: Case, truth: Outcome, device: torch.device) -> Rounding:
-    """The largest error of one process in bf16 against `truth`, one in fp32, over all tensors of a role and all draws.
+    """The largest error of one process in the compute dtype, bf16 or fp16, against `truth`, one in fp32, over all
+    tensors of a role and all draws.
 
-    The gradient norm and the weights after the step are excluded: they follow from the gradients without bf16.
+    The gradient norm and the weights after the step are excluded: they follow from the gradients in fp32.
     """
     found: list[tuple[str, float]] = []
     for draw in range(NUM_DRAWS):
         dither = torch.Generator(device).manual_seed(draw) if draw else None
-        narrow = run_reference(case, torch.bfloat16, device, dither=dither)
+        narrow = run_reference(case, case.compute_dtype, device, dither=dither)
         found += _errors(narrow, truth, _without(truth, "grad_norm", "weight"), device)
     return _largest(found)
 

@@ -134,7 +134,7 @@ def with_low_rank(case: Case) -> Case:
 
 
 def _reference(case: Case, device: torch.device) -> Reference:
-    if case.dtype == "bfloat16":
+    if case.is_half:
         truth = on_host(run_reference(case, torch.float32, device))
         return Reference(truth, measure_rounding(case, truth, device))
     return Reference(on_host(run_reference(case, case.compute_dtype, device)), None)

@@ -171,7 +171,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda m: megalin.build_model("tnl-tiny", device="cuda:99"), 'device = "cuda:99", but '),
     (lambda m: megalin.build_model("tnl-tiny", device="gpu"), 'device = \'gpu\' names no device; use "cpu", "cuda"'),
     (lambda m: megalin.build_model("tnl-tiny", device="meta"), 'device = "meta": megalin computes on CPUs and on GPUs'),
-    (lambda m: megalin.build_model("tnl-tiny", dtype="float16"), "dtype = 'float16': weights have no such dtype here"),
+    (lambda m: megalin.build_model("tnl-tiny", dtype="float64"), "dtype = 'float64': weights have no such dtype here"),
     (lambda m: megalin.build_model("tnl-tiny", seed=-1), "seed = -1 is negative"),
     (lambda m: m(ids() + VOCAB), "outside of the vocabulary of 257 ids (0 to 256)"),
     (lambda m: m(ids() - VOCAB), "input_ids has the id -"),

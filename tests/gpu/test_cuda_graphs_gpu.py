@@ -5,6 +5,7 @@ import torch
 
 from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
+from megalin.train.cuda_graphs import WARM_UP_STEPS
 from megalin.train.loop import train
 from tests.gpu.ranks import needs_gpus, on_gpus
 from tests.model_runs import checkpoint_tensors, metrics, write_config
@@ -21,8 +22,9 @@ ATTENTION = """model.layers.0.sublayers=[{type = "softmax", num_heads = 2, backe
         ["model.hidden_dropout=0.1", "model.embedding_dropout=0.1"],
         ["train.compile=true", "train.dtype=bfloat16", "train.recompute=true", "model.hidden_dropout=0.1"],
         [ATTENTION, "train.dtype=bfloat16"],
+        ["train.dtype=float16", "train.loss_scale.initial=4194304.0", "train.loss_scale.growth_interval=2"],
     ],
-    ids=["eager", "eager_dropout", "compiled_bf16_recomputed_dropout", "attention_by_masks"],
+    ids=["eager", "eager_dropout", "compiled_bf16_recomputed_dropout", "attention_by_masks", "float16_overflows"],
 )
 def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, overrides):
     config = write_config(tmp_path, train={"evaluate_every_steps": 5}, checkpoint={"every_steps": 6})
@@ -34,6 +36,7 @@ def test_graphs_change_no_bit_of_a_run_that_accumulates_and_evaluates(tmp_path, 
             train(load_run_config(config, [*overrides, f"train.cuda_graphs={graphs}"]), device, folder)
     assert metrics(folders["true"]) == metrics(folders["false"])
     expected = checkpoint_tensors(folders["false"])
+    assert "train.dtype=float16" not in overrides or expected["optim.loss_scale.overflows"] > WARM_UP_STEPS
     for name, tensor in checkpoint_tensors(folders["true"]).items():
         assert torch.equal(tensor, expected[name]), name
 

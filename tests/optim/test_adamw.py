@@ -8,7 +8,7 @@ from torch import nn
 
 from megalin.config import dumps, parse
 from megalin.errors import ConfigError
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate, step_if_finite
+from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate, step_or_skip
 
 CONFIG = OptimizerConfig(lr=0.1, betas=[0.8, 0.9], eps=1e-3, weight_decay=0.5)
 
@@ -45,7 +45,7 @@ def test_a_non_finite_update_changes_nothing():
     for gradient, finite in ((1.0, True), (float("nan"), False)):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        step_if_finite(torch.tensor(finite), optimizer)
+        step_or_skip(torch.tensor(finite), optimizer)
         states = [tensor.clone() for state in optimizer.state.values() for tensor in state.values()]
         kept.append([*(parameter.detach().clone() for parameter in model.parameters()), *states])
     assert len(kept[0]) == 4 * 4

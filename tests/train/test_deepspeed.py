@@ -27,6 +27,7 @@ from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.config import load_run_config
 from megalin.train.deepspeed_engine import DeepSpeedEngine
 from megalin.train.engine import FullyShardedEngine
+from megalin.train.loss_scale import LOSS_SCALE_PREFIX
 from tests.model_runs import CPU, DROPOUT, checkpoint_tensors, losses, metrics, train_here, write_config
 from tests.numerics import assert_close
 from tests.ranks import run_ranks
@@ -48,6 +49,8 @@ class Case(NamedTuple):
 
 
 BF16 = "train.dtype=bfloat16"
+FP16 = ("train.dtype=float16", "train.loss_scale.initial=524288.0")
+"""With a scale at which one of the first gradients overflows."""
 MILD = "optimizer.lr=0.001"
 """With ten times this rate, differences in bf16 rounding grow until gradient norms differ by 0.2 %."""
 ACCUMULATING = "train.micro_batch_size=1"
@@ -76,13 +79,16 @@ CASES = {
     "zero3_cp3": Case(3, ("parallel.cp=3",), 3),
     "zero1_bf16": Case(2, (BF16, MILD, ACCUMULATING), 1),
     "zero3_bf16": Case(2, (BF16, MILD, ACCUMULATING), 3),
+    "zero1_fp16": Case(2, (*FP16, MILD, ACCUMULATING), 1),
+    "zero3_fp16": Case(2, (*FP16, MILD), 3),
+    "zero2_tp2_fp16": Case(4, (*FP16, MILD, "parallel.tp=2"), 2),
     "zero2_tp2_bf16": Case(4, (BF16, MILD, "parallel.tp=2"), 2),
 }
-PAUSED = ("zero0", "zero1_bf16", "zero3_tp2", "zero3_cp3")
+PAUSED = ("zero0", "zero1_bf16", "zero1_fp16", "zero3_tp2", "zero3_cp3")
 """Cases that also run with a stop and a resumption in the middle."""
-FAST = ("zero0", "zero1_bf16", "zero3_cp3", "zero2_tp2_cp2")
-"""Cases of `make test`: every stage, uneven shards, the other axes, and bf16."""
-FAST_PAUSED = ("zero1_bf16",)
+FAST = ("zero0", "zero1_fp16", "zero3_cp3", "zero2_tp2_cp2")
+"""Cases of `make test`: every stage, uneven shards, the other axes, and fp16. test_update_hooks.py has bf16."""
+FAST_PAUSED = ("zero1_fp16",)
 """In make test the other engine goes on from a checkpoint of stage 3."""
 
 
@@ -151,11 +157,16 @@ def folders(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathFact
     return made
 
 
+def finite_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if value is not None} for line in metrics(folder)]
+
+
 @pytest.mark.parametrize("name", marked(CASES))
 def test_both_engines_take_the_same_steps(folders, name):
-    actual, expected = metrics(folders[name].deepspeed), metrics(folders[name].fsdp2)
-    assert min(line["grad_norm"] for line in expected) > 1.0  # the limit of clipping
-    low = "bf16" in name
+    actual, expected = finite_metrics(folders[name].deepspeed), finite_metrics(folders[name].fsdp2)
+    assert min(line.get("grad_norm", 2.0) for line in expected) > 1.0  # the limit of clipping
+    assert any(line.get("skipped") for line in expected) == ("fp16" in name)
+    low = "bf16" in name or "fp16" in name
     assert len(actual) == len(expected) == STEPS
     for line, other in zip(actual, expected, strict=True):
         assert line == pytest.approx(other, rel=2e-3 if low else 2e-6)
@@ -250,7 +261,8 @@ def _engine(config: Path, *overrides: str) -> DeepSpeedEngine:
     return DeepSpeedEngine(run, Mesh(run.parallel, CPU))
 
 
-STAGES = (["zero=0"], ["zero=1"], ["zero=3"], ["zero=1", BF16], ["zero=2", BF16])
+LOWEST = ("train.dtype=float16", "train.loss_scale.initial=64.0", "train.loss_scale.minimum=64.0")
+STAGES = (["zero=0"], ["zero=1"], ["zero=3"], ["zero=1", BF16], ["zero=2", *LOWEST])
 POISONS = {"loss": r"loss nan, gradient norm", "gradient": r"loss \d\S*, gradient norm (nan|inf) is not finite"}
 
 
@@ -270,7 +282,9 @@ def _poisoned(config: Path) -> list[tuple[str, str]]:
             with poisoned, pytest.raises(NumericError) as raised:
                 engine.step([batch], learning_rate=1e-2, step=2)
             messages.append((poison, str(raised.value)))
-            assert all(torch.equal(local(tensor), before[name]) for name, tensor in engine.tensors().items())
+            after = engine.tensors()
+            changed = [name for name in after if not torch.equal(local(after[name]), before[name])]
+            assert all(name.startswith(LOSS_SCALE_PREFIX) for name in changed), changed
     return messages
 
 
@@ -290,6 +304,12 @@ def _poisoned_losses(engine: DeepSpeedEngine, poison: str) -> AbstractContextMan
 def test_no_rank_takes_a_step_that_is_not_finite(config):
     for messages in run_ranks(2, _poisoned, config):
         assert len(messages) == len(STAGES) * len(POISONS)
+        poison, lowest = messages.pop()
+        assert poison == "gradient"
+        assert re.match(
+            r"step 2: the gradient overflows float16 with the loss scale 64, .*\(1 overflows in this", lowest
+        )
+        assert 'train.engine = "fsdp2" names the parameters' in lowest
         for poison, message in messages:
             assert re.match(rf"step 2: {POISONS[poison]}", message)
             assert "No weight was changed and nothing was saved" in message

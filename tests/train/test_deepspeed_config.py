@@ -44,6 +44,7 @@ def test_without_a_json_the_config_says_everything(path):
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True, "check_grad_overflow": True},
+        "fp16": {"enabled": False},
         "zero_optimization": {"stage": 3},
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
@@ -137,7 +138,8 @@ def test_every_contradiction_is_reported_at_once_with_both_places(path):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"fp16": {"enabled": True}}, "half precision needs a scaled loss"),
+    ({"fp16": {"auto_cast": True}}, "the model's inputs are token ids"),
+    ({"fp16": {"fp16_master_weights_and_grads": True}}, "weights at rest are fp32"),
     ({"zero_optimization": {"cpu_offload": True}}, "it was renamed to offload_optimizer.device"),
     ({"zero_optimization": {"cpu_offload_param": True}}, "it was renamed to offload_param.device"),
     ({"amp": {"enabled": True}}, "train.dtype is the compute dtype"),
@@ -181,13 +183,48 @@ def test_what_a_run_cannot_have_is_refused_with_the_reason(path, document, probl
 
 
 @pytest.mark.parametrize("document", [{}, {"zero_optimization": {"stage": 0}}])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_bf16_without_zero_is_refused(path, document, tp):
-    overrides = ["train.dtype=bfloat16", f"parallel.tp={tp}", *([] if document else ["parallel.zero=0"])]
+@pytest.mark.parametrize(("dtype", "tp"), [("bfloat16", 1), ("float16", 2)])
+def test_half_precision_without_zero_is_refused(path, document, dtype, tp):
+    overrides = [f"train.dtype={dtype}", f"parallel.tp={tp}", *([] if document else ["parallel.zero=0"])]
     assert (
-        "stage = 0 in bfloat16: this engine would accumulate gradients in bfloat16 and, with tensor parallelism, clip"
+        f"stage = 0 in {dtype}: this engine would accumulate gradients in that dtype and, with tensor parallelism, clip"
         in (message(path, document, *overrides))
     )
+
+
+FLOAT16 = ("train.dtype=float16", "train.loss_scale.initial=4096.0", "train.loss_scale.growth_interval=500")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"enabled": "auto", "loss_scale": 0, "hysteresis": 1},
+        {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "min_loss_scale": 1},
+    ],
+)
+def test_float16_has_the_scale_of_the_config(path, section):
+    resolved = settings(path, {"fp16": section}, *FLOAT16)
+    assert (resolved["fp16"], resolved["bf16"]) == ({"enabled": True, "loss_scale": 4096.0}, {"enabled": False})
+    assert (resolved["communication_data_type"], resolved["data_types"]) == ("fp32", {"grad_accum_dtype": "fp32"})
+
+
+def test_another_loss_scaling_than_that_of_the_config_is_a_contradiction(path):
+    section = {
+        "enabled": True,
+        "loss_scale": 128,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+    }
+    lines = message(path, {"fp16": section | {"min_loss_scale": 2}}, *FLOAT16).splitlines()[1:]
+    assert [line.strip().partition(";")[0] for line in lines] == [
+        "fp16.loss_scale = 128, but train.loss_scale is dynamic",
+        "fp16.initial_scale_power = 16, but train.loss_scale.initial = 4096 = 2^12",
+        "fp16.loss_scale_window = 1000, but train.loss_scale.growth_interval = 500",
+        "fp16.min_loss_scale = 2, but train.loss_scale.minimum = 1",
+        "fp16.hysteresis = 2, but train.loss_scale is halved at every overflow",
+    ]
 
 
 def test_compiled_blocks_share_graphs_over_weights_that_lie_alike(path):

@@ -227,6 +227,7 @@ def test_step_without_any_label_only_decays_the_weights():
         "grad_norm": 0.0,
         "label_tokens": 0,
         "terms": (0.0,),
+        "scaling": None,
     }
 
 

@@ -116,7 +116,7 @@ def _simulated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", machine.perf_counter)
     for module, name, seconds, synchronous in (
         (steps, "accumulate_gradients", GRADIENTS, False),
-        (steps, "step_if_finite", UPDATE, False),
+        (steps, "step_or_skip", UPDATE, False),
         (loops, "evaluate", EVALUATION, True),
         (loops, "save", SAVE, True),
     ):

@@ -44,9 +44,10 @@ MESHES: dict[int, list[dict[str, Any]]] = {
         {"tp": 2, "dp": 2},
         {"tp": 4, "sequence_parallel": True},
         {"tp": 2, "dp": 2, "dtype": "float32", "recompute": True, "sequence_parallel": True},
-        {"tp": 2, "dp": 2, "dtype": "bfloat16"},
     ],
 }
+HALF: list[dict[str, Any]] = [{"tp": 2, "dp": 2, "dtype": dtype} for dtype in ("bfloat16", "float16")]
+"""With the hybrid model only, among the slow tests; tests/verify/test_encoders.py has a fast one."""
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ MESHES: dict[int, list[dict[str, Any]]] = {
 def test_every_mesh_agrees_with_one_process(model, world_size):
     # The hybrid's weights are large: the gradient of its rotations loses half of fp32's digits even in one process.
     meshes = [mesh for mesh in MESHES[world_size] if model == "preset" or mesh.get("dtype") != "float32"]
+    meshes += HALF if model == "hybrid" and world_size == 4 else []
     by_rank = run_ranks(world_size, verify_all, [case(MODELS[model], **mesh) for mesh in meshes])
     for mesh, rows in zip(meshes, by_rank[0], strict=True):
         kinds = {row.name.partition(":")[0].partition(".")[0] for row in rows}
@@ -88,8 +90,9 @@ def test_every_planted_fault_is_seen_in_a_model_without_what_some_of_them_need(d
 
 
 @pytest.mark.slow
-def test_every_planted_fault_is_seen_in_bf16():
-    results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, dtype="bfloat16"), timeout=240.0)[0]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_planted_fault_is_seen_in_half_precision(dtype):
+    results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, dtype=dtype), timeout=240.0)[0]
     assert [result.fault for result in results if not result.seen] == []
     assert all(result.worst.error > 10 * result.worst.bound for result in results)
 
@@ -179,14 +182,18 @@ def test_where_one_process_in_fp64_does_not_fit_the_bound_stays(monkeypatch, cap
 
 
 def test_dithered_weights_go_to_either_neighbour_and_stay_right_on_average():
-    x = torch.tensor([1.0 + 2**-9, -3.0 - 2**-8 * 1.5, 2.0**-30 * (1.125 + 2**-10), 5.0, 0.0])
-    rows = (
-        outcome._dithered(x.expand(20_000, -1), torch.Generator().manual_seed(0)).to(torch.bfloat16).to(torch.float64)
-    )
-    unit = torch.tensor([2**-7, 2**-6, 2**-37, 2**-5, 2**-7], dtype=torch.float64)
-    assert ((rows - x).abs() < unit).all()
-    assert [len(column.unique()) for column in rows.T] == [2, 2, 2, 1, 1]
-    assert ((rows.mean(0) - x).abs() <= 0.02 * unit).all()
+    bf16 = torch.tensor([1.0 + 2**-9, -3.0 - 2**-8 * 1.5, 2.0**-30 * (1.125 + 2**-10), 5.0, 0.0])
+    fp16 = torch.tensor([1.0 + 2**-12, -3.0 - 2**-11 * 1.5, 2.0**-16 * (1 + 2**-9.5), 5.0, 0.0])
+    units = {
+        torch.bfloat16: [2**-7, 2**-6, 2**-37, 2**-5, 2**-7],
+        torch.float16: [2**-10, 2**-9, 2**-24, 2**-8, 2**-10],  # the third is subnormal
+    }
+    for x, (dtype, places) in zip((bf16, fp16), units.items(), strict=True):
+        dithered = outcome._dithered(x.expand(20_000, -1), dtype, torch.Generator().manual_seed(0))
+        rows, unit = dithered.to(dtype).to(torch.float64), torch.tensor(places, dtype=torch.float64)
+        assert ((rows - x).abs() < unit).all()
+        assert [len(column.unique()) for column in rows.T] == [2, 2, 2, 1, 1]
+        assert ((rows.mean(0) - x).abs() <= 0.02 * unit).all()
 
 
 def test_likes_in_other_blocks_and_micro_batches_share_a_role():

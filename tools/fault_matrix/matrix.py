@@ -19,7 +19,7 @@ from fault_matrix import (  # noqa: F401
     storage_rows,
 )
 from fault_matrix.lab import Check, Lab
-from fault_matrix.table import FAULTS, LATER, NOT_COUNTED
+from fault_matrix.table import FAULTS, LATER
 
 Verdict = Literal["PASS", "PARTLY", "FAIL", "LATER"]
 
@@ -50,11 +50,6 @@ def verdict(checks: Sequence[Check]) -> Verdict:
 def numbers() -> list[str]:
     """Ids of all rows, in order."""
     return sorted({**FAULTS, **LATER})
-
-
-def counted(chosen: Sequence[str]) -> int:
-    """Number of the chosen rows that a closing figure counts."""
-    return sum(number not in NOT_COUNTED for number in chosen)
 
 
 def run(chosen: Sequence[str], folder: Path, *, repeat: int = 1) -> Iterator[RowResult]:

@@ -1,4 +1,4 @@
-"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F23, F24."""
+"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F20, F23, F24."""
 
 from __future__ import annotations
 
@@ -131,6 +131,22 @@ def _infinite(lab: Lab) -> None:
     lab.expect_refusal(outcome, 8, "step 2")
     lab.check("no bad save", not list((run / "checkpoints").glob("step-*")))
     lab.expect_success(lab.train(config), "started again")
+
+
+@fault("F20", "fp16 scale at its lower limit")
+def _lowest_scale(lab: Lab) -> None:
+    config, run = lab.config(train={"dtype": "float16", "loss_scale": {"initial": 4.0}}), lab.folder / "run"
+    broken = {1: partial(changes.break_gradients, 2, 9, float("inf"))}
+    outcomes = lab.train_on_ranks(config, change_of=broken)
+    codes = [outcome.code for outcome in outcomes]
+    lab.check("every rank stops with 8", codes == [8, 8], f"exit {codes}: {outcomes[0].last_line}")
+    found = [(step["loss_scale"], step["skipped"]) for step in metrics(run)]
+    lab.check("two updates are skipped before", found == [(4.0, 0), (4.0, 1), (2.0, 1)], f"{found}")
+    text = outcomes[0].text
+    named = re.search(r"step 4: .*loss scale 1, .*\(3 overflows in this run\).*first in rank 1: \S+ \(gradient\)", text)
+    lab.check("scale, overflows, rank and parameter are named", named, outcomes[0].last_line)
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    lab.check("nothing is saved after it", saved == ["step-00000002"], f"{saved}")
 
 
 @fault("F23", "slow data reader on one rank")

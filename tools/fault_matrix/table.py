@@ -24,13 +24,9 @@ _DRIFT = "drift, spikes, saves and stragglers"
 
 LATER: dict[str, tuple[str, str]] = {
     "F19": ("loss spike", _DRIFT),
-    "F20": ("fp16 scale at its lower limit", "fp16 training"),
     "F21": ("flipped bit in a replica", _DRIFT),
 }
 """Name and theme of the faults whose behaviour is not built yet; they are not injected."""
-
-NOT_COUNTED = ("F20",)
-"""Faults that cannot happen yet: there is no training in fp16."""
 
 
 def fault(number: str, name: str) -> Callable[[Injection], Injection]:

@@ -1,6 +1,6 @@
 """Values that options take, equal to the library's (a test compares them); to import those would import torch."""
 
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 """Compute dtypes: `megalin.train.build.COMPUTE_DTYPES`."""
 SPLITS = ("train", "validation", "test")
 """Splits of the data: `megalin.data.config.SPLITS`."""

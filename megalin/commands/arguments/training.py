@@ -64,7 +64,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=["float64", "float32", "bfloat16", "float8"],
+        choices=["float64", "float32", "bfloat16", "float16", "float8"],
         default="float64",
         help='compute dtype (float64); float8: train.matmul_dtype = "float8", fp64 around its operands',
     )

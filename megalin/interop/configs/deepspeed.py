@@ -8,8 +8,9 @@ from typing import Any
 
 from megalin.errors import ConfigError
 from megalin.interop.configs.imported import ImportedConfig, Verdict
+from megalin.interop.configs.loss_scale import LossScaling, Setting, add_loss_scale
 from megalin.structured_text import parse_json
-from megalin.train.deepspeed_config import NEVER_OFF, STAGE_0_IN_BF16, UNSUPPORTED, nearest_key, refusals
+from megalin.train.deepspeed_config import NEVER_OFF, STAGE_0_IN_HALF, UNSUPPORTED, nearest_key, refusals
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "torchadam")
 _PEAK = 0.001
@@ -116,6 +117,7 @@ _READ = (
     "gradient_accumulation_steps",
     "gradient_clipping",
     "bf16",
+    "fp16",
     "optimizer",
     "scheduler",
     "wandb",
@@ -133,7 +135,7 @@ def _drop_unsupported(document: dict[str, Any], imported: ImportedConfig) -> Non
         for part in tables:
             table = table[part]
         del table[name]
-        imported.note("differs" if key == "fp16" else "not available", key, reason)
+        imported.note("not available", key, reason)
 
 
 def _table(document: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -168,13 +170,35 @@ def _add_batch(document: Mapping[str, Any], imported: ImportedConfig) -> None:
 
 
 def _add_precision(document: Mapping[str, Any], imported: ImportedConfig) -> None:
-    for name in ("bf16", "fp16"):
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if _table(document, name).get("enabled") is True:
-            imported.set("train.dtype", "bfloat16", f"{name}.enabled")
+            imported.set("train.dtype", dtype, f"{name}.enabled")
         elif _table(document, name).get("enabled") == "auto":
             _set(imported, "train.dtype", "auto", f"{name}.enabled")
+    fp16 = _table(document, "fp16")
+    if fp16.get("enabled") is True:
+        add_loss_scale(loss_scaling(fp16), imported)
     if clip := document.get("gradient_clipping", 1.0):
         _set(imported, "optimizer.max_grad_norm", clip, "gradient_clipping (1.0)")
+
+
+def loss_scaling(fp16: Mapping[str, Any]) -> LossScaling:
+    """The loss scaling of DeepSpeed's section `fp16`, with its defaults."""
+
+    def setting(key: str, default: int) -> Setting:
+        value = fp16.get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        name = f"fp16.{key}" if key in fp16 else f"fp16.{key} (default)"
+        return Setting(name, value if is_number else default)
+
+    name, exponent = setting("initial_scale_power", 16)
+    return LossScaling(
+        static=setting("loss_scale", 0),
+        initial=Setting(name, 2.0 ** min(exponent, 64)),
+        window=setting("loss_scale_window", 1000),
+        minimum=setting("min_loss_scale", 1),
+        hysteresis=setting("hysteresis", 2),
+    )
 
 
 def _add_optimizer(table: Mapping[str, Any], imported: ImportedConfig) -> None:
@@ -249,8 +273,8 @@ def _add_zero(value: Any, imported: ImportedConfig) -> Any:
         imported.set("parallel.zero", int(bool(value)), "zero_optimization")
         return {}
     stage = value.get("stage", 0)
-    if stage == 0 and imported.get("train.dtype") == "bfloat16":
-        imported.note("differs", "zero_optimization.stage 0", f"parallel.zero = 1, since {STAGE_0_IN_BF16}")
+    if stage == 0 and (half := imported.get("train.dtype")) in ("bfloat16", "float16"):
+        imported.note("differs", "zero_optimization.stage 0", f"parallel.zero = 1; in {half} {STAGE_0_IN_HALF}")
         stage = 1
     _set(imported, "parallel.zero", stage, "zero_optimization.stage")
     return {name: setting for name, setting in value.items() if name != "stage" and setting != "auto"}

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalin.interop.configs.flags import Flags, read_command, yaml_flags
 from megalin.interop.configs.imported import ImportedConfig
+from megalin.interop.configs.loss_scale import add_loss_scale, scaling_of_flags
 from megalin.interop.configs.megatron_model import add_model
 
 _SEED = 1234
@@ -163,10 +164,7 @@ def _add_batch(flags: Flags, imported: ImportedConfig, ranks: int | None) -> Non
 def _add_loop(flags: Flags, imported: ImportedConfig) -> None:
     seed = flags.integer("--seed", "train.seed")
     imported.set("train.seed", _SEED if seed is None else seed, flags.given("--seed") or "--seed's default")
-    if flags.has("--fp16"):
-        imported.note("differs", "--fp16", "bfloat16 instead, which needs no loss scaling")
-    half = next((name for name in ("--bf16", "--fp16") if flags.has(name)), None)
-    imported.set("train.dtype", "bfloat16" if half else "float32", half or "neither --bf16 nor --fp16")
+    _add_precision(flags, imported)
     granularity = flags.text("--recompute-granularity")
     full, selective = flags.has("--checkpoint-activations"), flags.has("--recompute-activations")
     if full or granularity == "full":
@@ -191,6 +189,16 @@ def _add_loop(flags: Flags, imported: ImportedConfig) -> None:
         imported.note("differs", "--eval-iters 0", text)
     if project := flags.text("--wandb-project"):
         imported.set("logging.wandb_project", project, "--wandb-project")
+
+
+def _add_precision(flags: Flags, imported: ImportedConfig) -> None:
+    if flags.has("--bf16"):
+        imported.set("train.dtype", "bfloat16", "--bf16")
+    elif flags.has("--fp16"):
+        imported.set("train.dtype", "float16", "--fp16")
+        add_loss_scale(scaling_of_flags(flags), imported)
+    else:
+        imported.set("train.dtype", "float32", "neither --bf16 nor --fp16")
 
 
 def _add_optimizer(flags: Flags, imported: ImportedConfig) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
+from megalin.interop.configs.deepspeed import loss_scaling
 from megalin.interop.configs.flags import Flags, Reason
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_run
@@ -127,6 +128,8 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     for kind in ("bf16", "fp16"):
         if _precision(settings) == kind:
             flags[f"--{kind}"] = []
+            if kind == "fp16":
+                flags |= _loss_scale_flags(settings)
     stage = settings.get("zero_optimization")
     flags["--zero-stage"] = [str(stage.get("stage", 0) if isinstance(stage, dict) else 0)]
     flags["--lr-warmup-fraction"] = [str(settings.get("warmup", _WARMUP))]
@@ -138,6 +141,18 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     if settings.get("use_wandb"):
         flags["--wandb-project"] = [str(settings.get("wandb_project", "neox"))]
     return flags
+
+
+def _loss_scale_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    section = settings.get("fp16")
+    scaling = loss_scaling(section if isinstance(section, dict) else {})
+    return {
+        "--loss-scale": [str(scaling.static.value)],
+        "--initial-loss-scale": [str(scaling.initial.value)],
+        "--loss-scale-window": [str(scaling.window.value)],
+        "--min-loss-scale": [str(scaling.minimum.value)],
+        "--hysteresis": [str(scaling.hysteresis.value)],
+    }
 
 
 def _optimizer_flags(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -119,7 +119,11 @@ def test_defaults_are_those_of_deepspeed():
 @pytest.mark.parametrize(
     ("document", "verdict", "key"),
     [
-        ({"fp16": {"enabled": True}}, "differs", "fp16"),
+        ({"fp16": {"enabled": True}}, "differs", "fp16.hysteresis (default)"),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "differs", "fp16.loss_scale 128"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 32}}, "differs", "fp16.initial_scale_power 4.29497e+09"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 3}}, "differs", "fp16.min_loss_scale 3"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "not available", "fp16.auto_cast"),
         ({"optimizer": {"type": "Lamb"}}, "differs", "optimizer.type Lamb"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "differs", "optimizer.params.adam_w_mode"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "not available", "optimizer.params.amsgrad"),
@@ -136,11 +140,21 @@ def test_key_without_a_counterpart_is_reported(document, verdict, key):
     assert key in _notes(_read(document)[0], verdict)
 
 
+def test_loss_scaling_of_fp16_becomes_that_of_the_run():
+    section = {"enabled": True, "initial_scale_power": 12, "min_loss_scale": 4, "hysteresis": 1, "loss_scale": 0}
+    imported, rest = _read({"fp16": section, "zero_optimization": {"stage": 2}})
+    assert imported.get("train.dtype") == "float16"
+    assert imported.get("train.loss_scale") == {"growth_interval": 1000, "initial": 4096.0, "minimum": 4.0}
+    assert not _notes(imported, "differs")
+    assert "fp16" not in rest
+
+
 def _settings(path, imported, rest):
     """The engine's settings from the remaining JSON."""
     path.write_text(json.dumps(rest))
-    bf16 = imported.get("train.dtype") == "bfloat16"
-    return resolve_deepspeed(str(path), [Owned("bf16.enabled", "", bf16)], stage=imported.get("parallel.zero"))
+    sections = {"bf16": "bfloat16", "fp16": "float16"}
+    owned = [Owned(f"{key}.enabled", "", imported.get("train.dtype") == dtype) for key, dtype in sections.items()]
+    return resolve_deepspeed(str(path), owned, stage=imported.get("parallel.zero"))
 
 
 @pytest.mark.parametrize("document", [*(document for document, _ in REFUSED), {"bf16": {"enabled": True}}], ids=str)

@@ -101,7 +101,8 @@ def test_gpt3_script_loads_and_reports_each_difference():
     assert set(_notes(imported, "differs")) == {
         "--position-embedding-type learned_absolute",
         "--attention-dropout 0.1 (its default)",
-        "--fp16",
+        "--initial-loss-scale (default) 4.29497e+09",
+        "--hysteresis (default)",
         "--lr-decay-iters",
     }
     (batch,) = _notes(imported, "not available")
@@ -207,7 +208,8 @@ def test_flag_becomes_a_key(flags, field, value):
 @pytest.mark.parametrize(
     ("flags", "verdict", "key"),
     [
-        ("--fp16", "differs", "--fp16"),
+        ("--fp16", "differs", "--hysteresis (default)"),
+        ("--fp16 --loss-scale 512", "differs", "--loss-scale 512"),
         ("--optimizer sgd", "differs", "--optimizer sgd"),
         ("--num-experts 8", "differs", "--num-experts 8"),
         ("--quick-geglu", "differs", "--quick-geglu"),

@@ -134,6 +134,8 @@ def test_llama_has_no_difference_but_the_order_of_samples():
         ({"precision": "bfloat16", "fp16": None}, "train.dtype", "bfloat16"),
         ({"bf16": {"enabled": True}, "fp16": None}, "train.dtype", "bfloat16"),
         ({"fp16": None}, "train.dtype", "float32"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "train.dtype", "float16"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "train.loss_scale.initial", 4096.0),
         ({"warmup": None}, "schedule.warmup_steps", 1430),
         ({"lr-decay-iters": None, "lr-decay-fraction": 0.5, "train-iters": 200}, "train.steps", 200),
         ({"hidden-dropout": 0.1}, "model.embedding_dropout", 0.1),
