@@ -24,9 +24,14 @@ class RankView(NamedTuple):
     last: LaunchedOp | None = None
     """Its last launch."""
     note: str = ""
-    """The error with which it left."""
+    """The error with which it left, or the call in which it is blocked."""
     age_seconds: float = 0.0
     """The same by the clock, for messages: it counts suspensions of the host, and time before this watchdog began."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.slot.state in ("waiting", "blocked")
 
 
 class StallLimits(NamedTuple):
@@ -68,7 +73,7 @@ def diagnose(views: Sequence[RankView], limits: StallLimits) -> Verdict | None:
     posted = next((view.slot for view in views if view.slot.verdict), None)
     here = [view for view in views if view.slot.state not in ("absent", "done")]
     if posted is not None:  # the others have decided already
-        all_wait = all(view.slot.state == "waiting" and view.process.state == "running" for view in here)
+        all_wait = all(view.waits and view.process.state == "running" for view in here)
         mismatch = posted.verdict == RankStalledError.exit_code and all_wait
         return _verdict(views, posted.verdict, [view.slot.rank for view in here] if mismatch else [posted.accused])
     dead = [view for view in here if view.process.state == "dead"]
@@ -86,12 +91,12 @@ def _stalled(views: Sequence[RankView], limits: StallLimits) -> list[int]:
     late = [view for view in idle if view.idle_seconds >= limits.of(view) + _grace(view)]
     if stopped := [view for view in late if view.process.state == "stopped"]:
         return [view.slot.rank for view in stopped]
-    working = [view for view in late if view.slot.state != "waiting"]
+    working = [view for view in late if not view.waits]
     if working:
         fewest = min(view.slot.sequence for view in working)
         return [view.slot.rank for view in working if view.slot.sequence == fewest]
     longest = max((limits.of(view) for view in idle), default=0.0)
-    all_wait = idle and all(view.slot.state == "waiting" and view.idle_seconds >= longest for view in idle)
+    all_wait = idle and all(view.waits and view.idle_seconds >= longest for view in idle)
     return [view.slot.rank for view in idle] if all_wait else []
 
 
@@ -101,10 +106,10 @@ def _grace(view: RankView) -> float:
 
 def _verdict(views: Sequence[RankView], exit_code: int, ranks: Sequence[int]) -> Verdict:
     named = [view for view in views if view.slot.rank in ranks]
-    others = [view for view in views if view.slot.rank not in ranks and view.slot.state == "waiting" and view.last]
+    others = [view for view in views if view.slot.rank not in ranks and view.waits and (view.last or view.note)]
     if exit_code == RankFailedError.exit_code:
         text = "; ".join(map(_describe_end, named))
-    elif len(named) > 1 and all(view.slot.state == "waiting" for view in named):
+    elif len(named) > 1 and all(view.waits for view in named):
         waits = "; ".join(f"rank {view.slot.rank}: {_describe_op(view)}" for view in named)
         seconds = min(max(view.idle_seconds, view.age_seconds) for view in named)
         text = (
@@ -126,6 +131,7 @@ def _describe_stall(view: RankView) -> str:
         "running": {
             "reading": "it waits for its samples; its own output names the file",
             "waiting": "it waits in a collective",
+            "blocked": f"it waits in {view.note}",
         }.get(slot.state, "it computes, or waits for its device"),
     }[view.process.state]
     seconds = max(view.idle_seconds, view.age_seconds)
@@ -152,6 +158,8 @@ def _describe_place(view: RankView) -> str:
 
 
 def _describe_op(view: RankView) -> str:
+    if view.slot.state == "blocked":
+        return view.note
     if view.last is None:
         return "none"
     return f"{view.last.op} {list(view.last.shape)} on {view.last.axis}, launch {view.last.sequence}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megalin.errors import RankFailedError, RankStalledError
+from megalin.parallel.blocked_calls import blocked_call
 from megalin.parallel.diagnosis import RankView, StallLimits, Verdict, diagnose
 from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
 from megalin.parallel.process_state import process_state
@@ -77,6 +78,7 @@ class Watchdog:
         self._warned: tuple[object, ...] = ()
         self._verdict: Verdict | None = None
         self._decided, self._ended = threading.Event(), threading.Event()
+        self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="megalin-watchdog", daemon=True)
 
     @contextmanager
@@ -106,10 +108,16 @@ class Watchdog:
     def _run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             views = self._views.read()
+            self._record_blocked_call(views[self._rank])
             limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self._median_step()))
             if verdict := diagnose(views, limits):
                 self._end(verdict)
             self._warn_of_stall(views)
+
+    def _record_blocked_call(self, own: RankView) -> None:
+        """Records the collective of a library in which the main thread has waited for a while."""
+        if own.slot.state in ("computing", "blocked") and own.idle_seconds > POLL_SECONDS:
+            self._heartbeat.set_blocked(blocked_call(self._main_thread), own.slot.seconds)
 
     def _median_step(self) -> float:
         return statistics.median(self._steps) if self._steps else 0.0

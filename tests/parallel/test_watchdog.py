@@ -39,6 +39,14 @@ ROWS: dict[str, tuple[list[RankView], tuple[int, tuple[int, ...], str] | None]] 
             r"rank 0 waits in op of 0",
         ),
     ),
+    "others wait in a collective of a library": (
+        [view(0, "blocked", 10.5, note="barrier, called by save"), view(1, idle=10.4)],
+        (7, (1,), r"rank 1 stalled: .*; it computes.* rank 0 waits in barrier, called by save"),
+    ),
+    "other collectives, of a library": (
+        [view(0, "blocked", 11, note="barrier"), view(1, "waiting", 12)],
+        (7, (0, 1), r"rank 0: barrier; rank 1: op of 1 \[2, 1\].*same order"),
+    ),
     "a stopped one comes first": (
         [view(0, idle=11), view(1, "waiting", 12, "stopped"), view(2, "waiting", 11)],
         (7, (1,), "rank 1 stalled.*state T"),

@@ -15,3 +15,24 @@ def test_rank_is_named_and_no_process_is_left(tmp_path, ranks, victim, phase, nu
     lab = Lab(tmp_path / "lab", tmp_path)
     hang_rows.signalled_rank(lab, ranks=ranks, victim=victim, phase=phase, number=number)
     assert [check for check in lab.checks if not check.holds] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "call", "place", "after"),
+    [
+        (["parallel.pp=2"], "_wait_batch_p2p in schedules.py, called by", "", False),
+        (["parallel.shard=1"], "all_reduce, called by", "torch.distributed:all_reduce", False),
+        (
+            ["parallel.tp=2", "train.compile=true"],
+            "a collective of a compiled block, called by _run in model/block.py",
+            "megalin.parallel.embedding:VocabParallelEmbedding.embed",
+            True,
+        ),
+    ],
+    ids=["transfer of a pipeline", "all-reduce over replicas", "compiled block"],
+)
+def test_collective_in_which_the_others_wait_is_named(tmp_path, overrides, call, place, after):
+    lab = Lab(tmp_path / "lab", tmp_path)
+    hang_rows.sleeping_rank(lab, *overrides, call=call, place=place, after=after)
+    assert [check for check in lab.checks if not check.holds] == []

@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 from fault_matrix import changes
-from fault_matrix.lab import Lab, metrics
+from fault_matrix.lab import Lab, metrics, two_blocks
 from fault_matrix.processes import Change, Outcome
 from fault_matrix.table import fault
 
@@ -52,6 +52,23 @@ def signalled_rank(
     lab.check("no process is left", gone)
     lab.check("no traceback", not any("Traceback" in outcome.text for outcome in outcomes), outcomes[0].text[-300:])
     return outcomes
+
+
+def sleeping_rank(
+    lab: Lab, *overrides: str, call: str, place: str = "", after: bool = False, victim: int = 1, ranks: int = 2
+) -> None:
+    """A rank sleeps in a step (`changes.sleep_in_step`) of a run with these overrides; the others wait for it in
+    `call`, a pattern."""
+    train = {"global_batch_size": 2 * ranks, "hang_timeout_seconds": _HANG_SECONDS}
+    config = lab.config(model=two_blocks(), train=train)
+    change: dict[int, Change] = {victim: partial(changes.sleep_in_step, 3, place, after=after)}
+    running = lab.start_ranks(config, *overrides, ranks=ranks, change_of=change)
+    outcomes = [each.wait(seconds=3 * _STARTED) for each in running]
+    codes = [outcome.code for outcome in outcomes]
+    lab.check("all ranks exit with 7", codes == [7] * ranks, f"exit {codes}: {outcomes[0].last_line}")
+    named = rf"rank {victim} stalled: no progress for \d+ s in step 3 \(phase: step\); it computes.*waits in {call}"
+    for rank, outcome in enumerate(outcomes):
+        lab.check(f"rank {rank} names the rank and the collective", re.search(named, outcome.text), outcome.last_line)
 
 
 def _both_leave(lab: Lab, change: Change, *patterns: str) -> None:
