@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -23,6 +23,7 @@ from megalin.errors import RankFailedError, RankStalledError
 from megalin.parallel.blocked_calls import blocked_call
 from megalin.parallel.diagnosis import RankView, StallLimits, Verdict, diagnose
 from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
+from megalin.parallel.host_exchange import HostExchange
 from megalin.parallel.process_state import process_state
 from megalin.parallel.rank_views import POLL_SECONDS, RankViews
 
@@ -56,6 +57,7 @@ class Watchdog:
         stacks: folder for the stacks of the ranks, one file each.
         report: receivers of the findings.
         ends: False where a stall is reported and does not end the process: a run of one process, in which nobody waits.
+        exchange: source of the views of other hosts' ranks.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Watchdog:
         report: WatchdogReport,
         *,
         ends: bool = True,
+        exchange: HostExchange | None = None,
     ) -> None:
         self._heartbeat, self._rank, self._limits = heartbeat, rank, limits
-        self._report, self._ends = report, ends
+        self._report, self._ends, self._exchange = report, ends, exchange
         self._stacks_path = stacks / f"rank-{rank}.txt"
         self._stacks: IO[str] | None = None
         self._steps: deque[float] = deque(maxlen=WARNING_WINDOW)
@@ -90,7 +93,8 @@ class Watchdog:
             faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         self._thread.start()
         try:
-            yield self
+            with nullcontext() if self._exchange is None else self._exchange.running():
+                yield self
         finally:
             self._ended.set()
             self._thread.join(2 * POLL_SECONDS)
@@ -102,6 +106,8 @@ class Watchdog:
 
     def verdict(self, seconds: float) -> Verdict | None:
         """The verdict on the run, for which the caller, whose collective failed, waits so long."""
+        if self._exchange is not None:
+            self._exchange.ask()
         self._decided.wait(seconds)
         return self._verdict
 
@@ -109,6 +115,8 @@ class Watchdog:
         while not self._ended.wait(POLL_SECONDS):
             views = self._views.read()
             self._record_blocked_call(views[self._rank])
+            if self._exchange is not None:
+                views = self._exchange.merge(views)
             limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self._median_step()))
             if verdict := diagnose(views, limits):
                 self._end(verdict)
@@ -130,7 +138,7 @@ class Watchdog:
         verdict = diagnose(views, StallLimits(limit, float("inf")))
         if verdict is None or verdict.exit_code != RankStalledError.exit_code:
             return
-        stall = self._views.seen[verdict.ranks[0]][:5]
+        stall = next(view.slot[:5] for view in views if view.slot.rank == verdict.ranks[0])
         if stall == self._warned:
             return
         self._warned = stall

@@ -89,6 +89,14 @@ ROWS: dict[str, tuple[list[RankView], tuple[int, tuple[int, ...], str] | None]] 
         [view(0, "waiting", 1, verdict=7, accused=2), view(1, "waiting", 1), view(2, idle=1)],
         (7, (2,), "rank 2 stalled"),
     ),
+    "the others have decided on a rank of another host": (
+        [view(0, "waiting", 1, verdict=7, accused=2), view(1, "waiting", 1)],
+        (7, (2,), "rank 2 of another host stalled or died"),
+    ),
+    "a host does not answer, in an evaluation": (
+        [view(0, "waiting", 11, phase="evaluation"), view(1, "computing", 11, "silent", "evaluation")],
+        (7, (1,), "rank 1 stalled: .*; its host does not answer.* rank 0 waits in op of 0"),
+    ),
     "the others have found different collectives": (
         [view(0, "waiting", 1, verdict=7, accused=0), view(1, "waiting", 1)],
         (7, (0, 1), "rank 0: op of 0 .*; rank 1: op of 1 .*same order"),

@@ -158,6 +158,15 @@ def rename_host_in_steps_of(name: str, seconds: float) -> None:
         socket.sethostname(name)
 
 
+def on_host(name: str, change: Callable[[], None] | None = None) -> None:
+    """This process counts as one of another host for the watchdogs; then another change."""
+    from megalin.train import watched
+
+    watched._place = lambda: name
+    if change is not None:
+        change()
+
+
 def fail_reads(name: str, times: int) -> None:
     """The first `times` reads of files whose path contains `name` raise EIO."""
     read = os.preadv
