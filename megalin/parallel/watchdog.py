@@ -77,6 +77,7 @@ class Watchdog:
         self._stacks_path = stacks / f"rank-{rank}.txt"
         self._stacks: IO[str] | None = None
         self._steps: deque[float] = deque(maxlen=WARNING_WINDOW)
+        self._first_step: float | None = None
         self._views = RankViews(file)
         self._warned: tuple[object, ...] = ()
         self._verdict: Verdict | None = None
@@ -102,7 +103,10 @@ class Watchdog:
 
     def add_step(self, seconds: float) -> None:
         """Adds the duration of a finished step."""
-        self._steps.append(seconds)
+        if self._first_step is None:
+            self._first_step = seconds
+        else:
+            self._steps.append(seconds)
 
     def verdict(self, seconds: float) -> Verdict | None:
         """The verdict on the run, for which the caller, whose collective failed, waits so long."""
@@ -117,7 +121,7 @@ class Watchdog:
             self._record_blocked_call(views[self._rank])
             if self._exchange is not None:
                 views = self._exchange.merge(views)
-            limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self._median_step()))
+            limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self.median_step_seconds))
             if verdict := diagnose(views, limits):
                 self._end(verdict)
             self._warn_of_stall(views)
@@ -127,14 +131,16 @@ class Watchdog:
         if own.slot.state in ("computing", "blocked") and own.idle_seconds > POLL_SECONDS:
             self._heartbeat.set_blocked(blocked_call(self._main_thread), own.slot.seconds)
 
-    def _median_step(self) -> float:
-        return statistics.median(self._steps) if self._steps else 0.0
+    @property
+    def median_step_seconds(self) -> float:
+        """Median duration of the last steps. The first one, which compiles, counts until there is another; 0 before."""
+        return statistics.median(self._steps) if self._steps else self._first_step or 0.0
 
     def _warn_of_stall(self, views: list[RankView]) -> None:
         """Warns once of each stall in a step that the adaptive limit finds, and writes this rank's stacks."""
         if not self._steps:
             return
-        limit = max(LEAST_WARNING_SECONDS, WARNING_STEPS * self._median_step())
+        limit = max(LEAST_WARNING_SECONDS, WARNING_STEPS * self.median_step_seconds)
         verdict = diagnose(views, StallLimits(limit, float("inf")))
         if verdict is None or verdict.exit_code != RankStalledError.exit_code:
             return

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megalin.parallel.diagnosis import RankView, StallLimits, diagnose
-from megalin.parallel.heartbeats import HeartbeatFile, LaunchedOp, RankSlot, create
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, LaunchedOp, RankSlot, create
 from megalin.parallel.process_state import ProcessState
+from megalin.parallel.watchdog import Watchdog, WatchdogReport
 
 LIMITS = StallLimits(hang=10.0, phase=60.0)
 
@@ -113,6 +114,17 @@ def test_diagnosis_names_the_ranks(row):
         assert verdict[:2] == expected[:2]
         assert verdict.error().exit_code == expected[0]
         assert re.search(expected[2], verdict.message), verdict.message
+
+
+def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
+    create(tmp_path / "heartbeats", 1)
+    file, report = HeartbeatFile.open(tmp_path / "heartbeats"), WatchdogReport(print, print)
+    watchdog = Watchdog(file, Heartbeat(), 0, LIMITS, tmp_path, report)
+    medians = [watchdog.median_step_seconds]
+    for seconds in (40.0, 1.0, 2.0, 3.0):
+        watchdog.add_step(seconds)
+        medians.append(watchdog.median_step_seconds)
+    assert medians == [0.0, 40.0, 1.0, 1.5, 2.0]
 
 
 RANK = """
