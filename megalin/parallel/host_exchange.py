@@ -120,9 +120,10 @@ class HostExchange:
 
     def _exchange(self) -> None:
         asks = time.monotonic() >= self._asking_since
-        asked = self._store.add(_ASKED, int(asks))
         running = [view.slot.rank for view in self._local if view.slot.pid and view.process.state == "running"]
-        if (asked != self._answered or self._has_news()) and self._rank == min(running, default=-1):
+        answers = self._rank == min(running, default=-1)
+        asked = self._store.add(_ASKED, int(asks)) if asks or answers else self._answered
+        if answers and (asked != self._answered or self._has_news()):
             self._answered, self._number = asked, self._number + 1
             self._store.set(f"host_views/{self._own}", encode(_Answer(self._number, self._local), _Answer))
         for host in self._others if asks else []:

@@ -122,6 +122,7 @@ def test_rank_0_is_named_where_it_hosts_a_store_that_does_not_answer(monkeypatch
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     store = _DeadStore()
     exchange = HostExchange(store, HOSTS, 2)
+    exchange.ask()
     with exchange.running():
         store.called.wait(20)
         views = exchange.merge(reading(view(2, "waiting", 11.0), view(3, "waiting", 11.0)))
