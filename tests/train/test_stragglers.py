@@ -69,7 +69,7 @@ def bursts(steps: int) -> list[list[float]]:
     """Two ranks of a busy host: once in 50 steps, another process disturbs one rank for 20 steps. Three of five of them
     are 1.2 to 3 times as long."""
     draw = random.Random(0)
-    made = [[0.03 * draw.uniform(0.85, 1.15) for _ in range(2)] for _ in range(steps)]
+    made = [[0.1 * draw.uniform(0.85, 1.15) for _ in range(2)] for _ in range(steps)]
     for first in range(0, steps, 50):
         rank = draw.randrange(2)
         for own_seconds in made[first : first + 20]:
@@ -84,10 +84,11 @@ def bursts(steps: int) -> list[list[float]]:
         bursts(3000),
         [[0.1, 0.135]] * 100,  # below the ratio
         [[0.001, 0.0025]] * 100,  # tiny steps
+        [[0.015, 0.023], [0.016, 0.026]] * 50,  # a busy neighbour of a rank's CPU, as recorded
         ([[0.1, 0.1]] * 10 + [[0.1, 0.2]] * 10) * 10,  # slow for ten steps at a time
         [[0.1]] * 100,  # alone
     ],
-    ids=["a busy host", "bursts", "below the ratio", "tiny steps", "for a while", "alone"],
+    ids=["a busy host", "bursts", "below the ratio", "tiny steps", "a busy neighbour", "for a while", "alone"],
 )
 def test_no_rank_is_named(steps):
     assert first_report(steps) == (0, "")
