@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from megalin.commands.arguments.parser import build_parser
+from megalin.commands.early_sigterm import EarlySigterm
 from megalin.errors import MegalinError
 from megalin.launch import adopt_launcher
 from megalin.terminal_output import escaped_output
@@ -50,6 +53,11 @@ def _command(arguments: list[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     elif rest:
         parsed.overrides = [*parsed.overrides, *rest]
+    with EarlySigterm() if parsed.command.is_preemptible else nullcontext():
+        return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
     if parsed.command.adopts_launcher:
         adopt_launcher()
     command = importlib.import_module(f"megalin.commands.{parsed.command.module}")  # most import torch, for seconds

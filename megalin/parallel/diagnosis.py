@@ -13,6 +13,9 @@ READING_SECONDS = 2.0
 """A rank whose samples do not come ends the run itself after the limit, and names the file; the others wait for that a
 little longer than for other work."""
 
+_MOST_NAMED = 8
+"""Ranks that a message describes."""
+
 
 class RankView(NamedTuple):
     """A rank as the others see it."""
@@ -24,24 +27,29 @@ class RankView(NamedTuple):
     last: LaunchedOp | None = None
     """Its last launch."""
     note: str = ""
-    """The error with which it left."""
+    """The error with which it left, or the call in which it is blocked."""
     age_seconds: float = 0.0
     """The same by the clock, for messages: it counts suspensions of the host, and time before this watchdog began."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.slot.state in ("waiting", "blocked")
 
 
 class StallLimits(NamedTuple):
     """Longest times without progress, s."""
 
     hang: float
-    """In a step; also of a stopped process, in any phase."""
+    """In a step; also of a stopped process or a silent host, in any phase."""
     phase: float
     """In other phases."""
 
     def of(self, view: RankView) -> float:
         """The limit of a rank."""
-        if view.process.state == "stopped" or view.slot.phase == "step":
-            return min(self.hang, self.phase) if view.process.state == "stopped" else self.hang
-        return self.phase
+        if view.process.state in ("stopped", "silent"):
+            return min(self.hang, self.phase)
+        return self.hang if view.slot.phase == "step" else self.phase
 
 
 class Verdict(NamedTuple):
@@ -68,8 +76,9 @@ def diagnose(views: Sequence[RankView], limits: StallLimits) -> Verdict | None:
     posted = next((view.slot for view in views if view.slot.verdict), None)
     here = [view for view in views if view.slot.state not in ("absent", "done")]
     if posted is not None:  # the others have decided already
-        all_wait = all(view.slot.state == "waiting" and view.process.state == "running" for view in here)
-        mismatch = posted.verdict == RankStalledError.exit_code and all_wait
+        all_wait = all(view.waits and view.process.state == "running" for view in here)
+        known = posted.accused in [view.slot.rank for view in here]
+        mismatch = posted.verdict == RankStalledError.exit_code and all_wait and known
         return _verdict(views, posted.verdict, [view.slot.rank for view in here] if mismatch else [posted.accused])
     dead = [view for view in here if view.process.state == "dead"]
     if died := [view.slot.rank for view in dead if view.slot.state != "failed"]:
@@ -84,14 +93,15 @@ def diagnose(views: Sequence[RankView], limits: StallLimits) -> Verdict | None:
 def _stalled(views: Sequence[RankView], limits: StallLimits) -> list[int]:
     idle = [view for view in views if view.slot.state != "failed"]
     late = [view for view in idle if view.idle_seconds >= limits.of(view) + _grace(view)]
-    if stopped := [view for view in late if view.process.state == "stopped"]:
-        return [view.slot.rank for view in stopped]
-    working = [view for view in late if view.slot.state != "waiting"]
+    for state in ("stopped", "silent"):
+        if found := [view.slot.rank for view in late if view.process.state == state]:
+            return found
+    working = [view for view in late if not view.waits]
     if working:
         fewest = min(view.slot.sequence for view in working)
         return [view.slot.rank for view in working if view.slot.sequence == fewest]
     longest = max((limits.of(view) for view in idle), default=0.0)
-    all_wait = idle and all(view.slot.state == "waiting" and view.idle_seconds >= longest for view in idle)
+    all_wait = idle and all(view.waits and view.idle_seconds >= longest for view in idle)
     return [view.slot.rank for view in idle] if all_wait else []
 
 
@@ -100,11 +110,13 @@ def _grace(view: RankView) -> float:
 
 
 def _verdict(views: Sequence[RankView], exit_code: int, ranks: Sequence[int]) -> Verdict:
-    named = [view for view in views if view.slot.rank in ranks]
-    others = [view for view in views if view.slot.rank not in ranks and view.slot.state == "waiting" and view.last]
-    if exit_code == RankFailedError.exit_code:
+    named = [view for view in views if view.slot.rank in ranks][:_MOST_NAMED]
+    others = [view for view in views if view.slot.rank not in ranks and view.waits and (view.last or view.note)]
+    if not named:
+        text = f"rank {ranks[0]} of another host stalled or died: see the output of its host's ranks"
+    elif exit_code == RankFailedError.exit_code:
         text = "; ".join(map(_describe_end, named))
-    elif len(named) > 1 and all(view.slot.state == "waiting" for view in named):
+    elif len(named) > 1 and all(view.waits for view in named):
         waits = "; ".join(f"rank {view.slot.rank}: {_describe_op(view)}" for view in named)
         seconds = min(max(view.idle_seconds, view.age_seconds) for view in named)
         text = (
@@ -122,10 +134,12 @@ def _describe_stall(view: RankView) -> str:
     slot = view.slot
     state = {
         "stopped": "its process is stopped (state T: SIGSTOP, or a suspended job)",
+        "silent": "its host does not answer: its processes are stopped, or the host or its network is down",
         "dead": "its process has ended",
         "running": {
             "reading": "it waits for its samples; its own output names the file",
             "waiting": "it waits in a collective",
+            "blocked": f"it waits in {view.note}",
         }.get(slot.state, "it computes, or waits for its device"),
     }[view.process.state]
     seconds = max(view.idle_seconds, view.age_seconds)
@@ -152,6 +166,8 @@ def _describe_place(view: RankView) -> str:
 
 
 def _describe_op(view: RankView) -> str:
+    if view.slot.state == "blocked":
+        return view.note
     if view.last is None:
         return "none"
     return f"{view.last.op} {list(view.last.shape)} on {view.last.axis}, launch {view.last.sequence}"

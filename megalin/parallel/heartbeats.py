@@ -31,19 +31,21 @@ VARIABLE: Final = "MEGALIN_HEARTBEATS"
 
 Phase = Literal["none", "start", "first step", "step", "capture", "evaluation", "tasks", "save", "end"]
 """Work of a rank. none: the rank has not opened the file."""
-State = Literal["absent", "computing", "waiting", "reading", "done", "failed"]
+State = Literal["absent", "computing", "waiting", "reading", "done", "failed", "blocked"]
 """absent: the rank has not opened the file. waiting: in a collective, for other ranks. reading: waits for its samples.
+blocked: waits in a collective of a library, which its note names.
 done, failed: the rank left its run, without or with an error."""
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _STATES: tuple[State, ...] = get_args(State)
-_WAITING, _COMPUTING = _STATES.index("waiting"), _STATES.index("computing")
+_WAITING, _COMPUTING, _BLOCKED = (_STATES.index(state) for state in ("waiting", "computing", "blocked"))
 _MAGIC = b"MEGALIN1"
 _HEADER = struct.Struct("<8sII")
 _SLOT = struct.Struct("<qqqqdBBBxi")  # start of the process, pid, step, sequence, seconds, phase, state, verdict, rank
 _SLOT_CHANGES, _CHANGES_PLACE = struct.Struct("<qqdBB"), 16
 _OP = struct.Struct("<QQQB35s12s7q")  # sequence, number on the axis, step; then phase + dimensions, op, axis, shape
 _OP_HEAD, _OP_TAIL = struct.Struct("<QQQ"), struct.Struct("<B35s12s7q")
+_STATE_PLACE = 41
 _VERDICT, _VERDICT_PLACE = struct.Struct("<Bxi"), 42
 _SLOT_BYTES, _NOTE_BYTES, _OP_BYTES, _MOST_DIMS = 64, 1024, 128, 7
 _RING_BYTES = CAPACITY * _OP_BYTES
@@ -158,9 +160,15 @@ class Heartbeat:
         if error is None:
             self._phase = _PHASES.index("end")
         else:
-            text = error.encode()[:_NOTE_BYTES]
-            self._buffer[self._note : self._note + len(text)] = text
+            self._write_note(error)
         self._write()
+
+    def set_blocked(self, call: str, seconds: float) -> None:
+        """Records, from another thread, that the main thread waits in a collective of a library, until its next change;
+        that it waits in none, where `call` is empty. Does nothing after another change than the one at `seconds`."""
+        if self._state == _COMPUTING and self._seconds == seconds:
+            self._write_note(call)
+            self._buffer[self._slot + _STATE_PLACE] = _BLOCKED if call else _COMPUTING
 
     def accuse(self, verdict: int, rank: int) -> None:
         """Records that this rank ends the run with an exit code because of a rank, for the others to do the same."""
@@ -216,6 +224,9 @@ class Heartbeat:
         """The launches in the ring, the oldest first."""
         return _read_ring(self._buffer, self._ring)
 
+    def _write_note(self, text: str) -> None:
+        self._buffer[self._note : self._note + _NOTE_BYTES] = text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+
     def _write(self) -> None:
         self._seconds = seconds = time.monotonic()
         _SLOT_CHANGES.pack_into(
@@ -267,7 +278,7 @@ class HeartbeatFile:
         return _read_ring(self.mapped, self.places(rank)[2])
 
     def note(self, rank: int) -> str:
-        """The error with which a rank left; empty where it did not."""
+        """The error with which a rank left, or the call in which it is blocked; else empty."""
         place = self.places(rank)[1]
         return self.mapped[place : place + _NOTE_BYTES].rstrip(b"\0").decode(errors="replace")
 

@@ -125,14 +125,28 @@ class _Stage(PipelineStage):
         """Stage `index`, with meta tensors of the shapes of its `inputs` and `outputs`."""
         super().__init__(module, index, pp.num_stages, device, input_args=inputs, output_args=outputs, group=pp.group)
         self.args_recv_info, self.grad_recv_info = _Received(), _Received()
+        self._launches = pp.launches
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self.args_recv_info.move(fwd_chunk_id, self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._recorded(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self.grad_recv_info.move(bwd_chunk_id, self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._recorded(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._recorded(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._recorded(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _recorded(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Records in the heartbeat the transfers that the engine launches next."""
+        for op in ops:
+            name = "receive from" if op.op is dist.irecv else "send to"
+            self._launches.record(f"{name} rank {op.peer}", "pp", op.tensor.shape)
+        return ops
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
@@ -174,6 +188,9 @@ class _CopyingStage(_Stage):
         if not self.is_last:
             peer = (index + 1) % pp.size
             self._activations_out, self._gradients_in = channels.sender(peer, after), channels.receiver(peer, own + 1)
+
+    def _recorded(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return ops  # the channels record them
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return []

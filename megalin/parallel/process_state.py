@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 class ProcessState(NamedTuple):
     """State of a process."""
 
-    state: Literal["running", "stopped", "dead"]
-    """stopped: by a signal such as SIGSTOP, or suspended with its job."""
+    state: Literal["running", "stopped", "dead", "silent"]
+    """stopped: by a signal such as SIGSTOP, or suspended with its job. silent: on a host that does not answer."""
     end: str = ""
     """The signal or exit code of a dead process whose parent has not collected it yet; else empty."""
 

@@ -35,11 +35,14 @@ class RankViews:
 
     def _view(self, slot: RankSlot, gap: float, decided: bool) -> RankView:
         rank = slot.rank
-        self._idle[rank] = self._idle.get(rank, 0.0) + gap if self.seen.get(rank) == slot else 0.0
+        # Not the rank itself, but its watchdog changes the state to blocked, after a while without progress.
+        before = self.seen.get(rank)
+        same = before is not None and before._replace(state=slot.state) == slot
+        self._idle[rank] = self._idle.get(rank, 0.0) + gap if same else 0.0
         self.seen[rank] = slot
         process = process_state(slot.pid, slot.started) if slot.started else ProcessState("running")
         named = decided or self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
         last = self._file.ring(rank)[-1:] if named else []
-        note = self._file.note(rank) if slot.state == "failed" else ""
+        note = self._file.note(rank) if slot.state in ("failed", "blocked") else ""
         waited = time.monotonic() - slot.seconds
         return RankView(slot, self._idle[rank], process, last[0] if last else None, note, waited)

@@ -15,13 +15,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from megalin.errors import RankFailedError, RankStalledError
+from megalin.parallel.blocked_calls import blocked_call
 from megalin.parallel.diagnosis import RankView, StallLimits, Verdict, diagnose
 from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
+from megalin.parallel.host_exchange import HostExchange
 from megalin.parallel.process_state import process_state
 from megalin.parallel.rank_views import POLL_SECONDS, RankViews
 
@@ -55,6 +57,7 @@ class Watchdog:
         stacks: folder for the stacks of the ranks, one file each.
         report: receivers of the findings.
         ends: False where a stall is reported and does not end the process: a run of one process, in which nobody waits.
+        exchange: source of the views of other hosts' ranks.
     """
 
     def __init__(
@@ -67,16 +70,19 @@ class Watchdog:
         report: WatchdogReport,
         *,
         ends: bool = True,
+        exchange: HostExchange | None = None,
     ) -> None:
         self._heartbeat, self._rank, self._limits = heartbeat, rank, limits
-        self._report, self._ends = report, ends
+        self._report, self._ends, self._exchange = report, ends, exchange
         self._stacks_path = stacks / f"rank-{rank}.txt"
         self._stacks: IO[str] | None = None
         self._steps: deque[float] = deque(maxlen=WARNING_WINDOW)
+        self._first_step: float | None = None
         self._views = RankViews(file)
         self._warned: tuple[object, ...] = ()
         self._verdict: Verdict | None = None
         self._decided, self._ended = threading.Event(), threading.Event()
+        self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="megalin-watchdog", daemon=True)
 
     @contextmanager
@@ -88,7 +94,8 @@ class Watchdog:
             faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         self._thread.start()
         try:
-            yield self
+            with nullcontext() if self._exchange is None else self._exchange.running():
+                yield self
         finally:
             self._ended.set()
             self._thread.join(2 * POLL_SECONDS)
@@ -96,33 +103,48 @@ class Watchdog:
 
     def add_step(self, seconds: float) -> None:
         """Adds the duration of a finished step."""
-        self._steps.append(seconds)
+        if self._first_step is None:
+            self._first_step = seconds
+        else:
+            self._steps.append(seconds)
 
     def verdict(self, seconds: float) -> Verdict | None:
         """The verdict on the run, for which the caller, whose collective failed, waits so long."""
+        if self._exchange is not None:
+            self._exchange.ask()
         self._decided.wait(seconds)
         return self._verdict
 
     def _run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             views = self._views.read()
-            limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self._median_step()))
+            self._record_blocked_call(views[self._rank])
+            if self._exchange is not None:
+                views = self._exchange.merge(views)
+            limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self.median_step_seconds))
             if verdict := diagnose(views, limits):
                 self._end(verdict)
             self._warn_of_stall(views)
 
-    def _median_step(self) -> float:
-        return statistics.median(self._steps) if self._steps else 0.0
+    def _record_blocked_call(self, own: RankView) -> None:
+        """Records the collective of a library in which the main thread has waited for a while."""
+        if own.slot.state in ("computing", "blocked") and own.idle_seconds > POLL_SECONDS:
+            self._heartbeat.set_blocked(blocked_call(self._main_thread), own.slot.seconds)
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Median duration of the last steps. The first one, which compiles, counts until there is another; 0 before."""
+        return statistics.median(self._steps) if self._steps else self._first_step or 0.0
 
     def _warn_of_stall(self, views: list[RankView]) -> None:
         """Warns once of each stall in a step that the adaptive limit finds, and writes this rank's stacks."""
         if not self._steps:
             return
-        limit = max(LEAST_WARNING_SECONDS, WARNING_STEPS * self._median_step())
+        limit = max(LEAST_WARNING_SECONDS, WARNING_STEPS * self.median_step_seconds)
         verdict = diagnose(views, StallLimits(limit, float("inf")))
         if verdict is None or verdict.exit_code != RankStalledError.exit_code:
             return
-        stall = self._views.seen[verdict.ranks[0]][:5]
+        stall = next(view.slot[:5] for view in views if view.slot.rank == verdict.ranks[0])
         if stall == self._warned:
             return
         self._warned = stall

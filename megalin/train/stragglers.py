@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-WINDOW = 10
-"""Steps over which a rank's own time is taken, as their median: a step that another process disturbs does not count."""
+WINDOW, DISREGARDED = 10, 1
+"""A rank's own time is the shortest of so many steps, after so many that are shorter. Other processes only add to the
+time of a step, so that a rank counts as slow where nine of ten steps are, not where a burst disturbs most of them."""
 CONFIRMATION = 10
-"""Steps in a row for which a rank must be slow: it is named 16 steps after it becomes slow."""
+"""Steps in a row for which a rank must be slow: it is named 18 steps after it becomes slow."""
 MOST_RATIO = 1.4
 """Ratio of a rank's own time to the ranks' median above which it is slow. Of an even number of ranks the lower one of
 the two in the middle, so that of two ranks the slow one differs from it."""
-LEAST_SECONDS = 5e-3
-"""Difference from the median below which no rank is slow: steps of a few milliseconds."""
+LEAST_SECONDS = 20e-3
+"""Difference from the median below which no rank is slow: on a busy host, a rank took 23 instead of 15 ms for 90 steps,
+probably because of a neighbour of its CPU."""
 PAUSE = 1000
 """Steps between two warnings."""
 
@@ -87,10 +89,10 @@ class StragglerMonitor:
         self._steps.append(own_seconds)
         if len(own_seconds) < 2 or len(self._steps) < WINDOW:
             return ""
-        medians = [statistics.median_low(times) for times in zip(*self._steps, strict=True)]
-        middle = max(statistics.median_low(medians), 1e-9)
-        rank = max(range(len(medians)), key=medians.__getitem__)
-        self.slowest = found = SlowestRank(rank, medians[rank] / middle, medians[rank], middle)
+        shortest = [sorted(times)[DISREGARDED] for times in zip(*self._steps, strict=True)]
+        middle = max(statistics.median_low(shortest), 1e-9)
+        rank = max(range(len(shortest)), key=shortest.__getitem__)
+        self.slowest = found = SlowestRank(rank, shortest[rank] / middle, shortest[rank], middle)
         same = found.is_slow and rank == self._slow_rank
         self._slow_rank, self._slow_steps = rank, self._slow_steps + 1 if same else int(found.is_slow)
         if self._slow_steps < CONFIRMATION or self._num_steps < self._next_report:

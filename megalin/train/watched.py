@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,8 @@ from megalin.errors import REFUSALS, PreemptedError, StorageError
 from megalin.parallel.agreement import on_every_rank, rank, world_size
 from megalin.parallel.diagnosis import StallLimits, Verdict
 from megalin.parallel.heartbeats import VARIABLE, HeartbeatFile, create, current
+from megalin.parallel.host_exchange import HostExchange
+from megalin.parallel.rank_failures import default_rendezvous
 from megalin.parallel.watchdog import Watchdog, WatchdogReport
 from megalin.train.config import RunConfig
 from megalin.train.events import EventLog
@@ -39,7 +41,8 @@ def watched(config: RunConfig, run: RunFolder, event_log: EventLog) -> Iterator[
     Yields:
         The watchdog; None, with a warning, where the file cannot be mapped.
     """
-    file = _open_file(run)
+    hosts = _hosts()
+    file = _open_file(run, hosts)
     if file is None:
         yield None
         return
@@ -53,6 +56,7 @@ def watched(config: RunConfig, run: RunFolder, event_log: EventLog) -> Iterator[
         run.stacks,
         WatchdogReport(warn=lambda text: _log.warning("%s", text), end=lambda verdict: _write_end(event_log, verdict)),
         ends=world_size() > 1 or VARIABLE in os.environ,
+        exchange=HostExchange(default_rendezvous().store, hosts, rank()) if len({*hosts}) > 1 else None,
     )
     own = VARIABLE not in os.environ
     try:
@@ -73,12 +77,19 @@ def _write_end(event_log: EventLog, verdict: Verdict) -> None:
     event_log.write_last(f"{type(error).__name__}: {error}")
 
 
-def _open_file(run: RunFolder) -> HeartbeatFile | None:
+def _hosts() -> list[int]:
+    """For each rank, the lowest rank of its host; a collective."""
+    if VARIABLE in os.environ:
+        return [0] * world_size()
+    places = on_every_rank(_place)
+    return [places.index(place) for place in places]
+
+
+def _open_file(run: RunFolder, hosts: Sequence[int]) -> HeartbeatFile | None:
     if (path := os.environ.get(VARIABLE)) is not None:
         return HeartbeatFile.open(path)
-    places = on_every_rank(_place)
-    first = places.index(places[rank()])
-    name = run.path / ("heartbeats" if len(set(places)) == 1 else f"heartbeats-of-rank-{first}-and-others")
+    first = hosts[rank()]
+    name = run.path / ("heartbeats" if len({*hosts}) == 1 else f"heartbeats-of-rank-{first}-and-others")
     problems = on_every_rank(lambda: _try_to_create(name) if first == rank() else "")
     if not any(problems):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from megalin.data.batch import Batch
 from megalin.model.config import ModelConfig
 from megalin.optim.adamw import OptimizerConfig, build_optimizer
 from megalin.parallel.embedding import VocabParallelEmbedding
+from megalin.parallel.heartbeats import LaunchedOp, current
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.train.build import build_model
 from megalin.train.step import train_step
@@ -42,8 +44,9 @@ def steps_of(model_config: ModelConfig, mesh: Mesh, num_micro_batches: int = MIC
     return step
 
 
-def sent_in_a_step(parallel: ParallelConfig) -> Sent:
-    """Shape and dtype of all tensors that this rank sends to other stages during a second step."""
+def sent_in_a_step(parallel: ParallelConfig) -> tuple[Sent, list[LaunchedOp]]:
+    """Shape and dtype of all tensors that this rank sends to other stages during a second step, and the transfers that
+    its heartbeat recorded in both steps."""
     step = steps_of(MODEL, Mesh(parallel, CPU))
     sent: Sent = []
     operation = dist.P2POp
@@ -60,7 +63,7 @@ def sent_in_a_step(parallel: ParallelConfig) -> Sent:
         step(1)
         patch.setattr(dist, "P2POp", spy)
         step(2)
-    return sent
+    return sent, [op for op in current().recent() if op.axis == "pp" and " rank " in op.op]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -68,8 +71,11 @@ def test_only_hidden_states_and_their_gradients_are_sent(sequence_parallel: bool
     tp = 2 if sequence_parallel else 1
     parallel = ParallelConfig(pp=2, tp=tp, sequence_parallel=sequence_parallel)
     hidden = ((ROWS, LENGTH // tp, MODEL.hidden_size), "torch.bfloat16")
-    for sent in run_ranks(2 * tp, sent_in_a_step, parallel):
+    for rank, (sent, recorded) in enumerate(run_ranks(2 * tp, sent_in_a_step, parallel)):
         assert sent == [hidden] * MICRO_BATCHES
+        other = (rank + tp) % (2 * tp)
+        transfers = [(f"{verb} rank {other}", hidden[0]) for verb in ("send to", "receive from")]
+        assert Counter((op.op, op.shape) for op in recorded) == dict.fromkeys(transfers, 2 * MICRO_BATCHES)
 
 
 def most_memory(parallel: ParallelConfig, counts: tuple[int, int]) -> list[int]:

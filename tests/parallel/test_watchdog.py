@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megalin.parallel.diagnosis import RankView, StallLimits, diagnose
-from megalin.parallel.heartbeats import HeartbeatFile, LaunchedOp, RankSlot, create
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, LaunchedOp, RankSlot, create
 from megalin.parallel.process_state import ProcessState
+from megalin.parallel.watchdog import Watchdog, WatchdogReport
 
 LIMITS = StallLimits(hang=10.0, phase=60.0)
 
@@ -38,6 +39,14 @@ ROWS: dict[str, tuple[list[RankView], tuple[int, tuple[int, ...], str] | None]] 
             r"rank 1 stalled: no progress for 10 s in step 3 \(phase: step\); it computes.*op of 1 \[2, 1\].* "
             r"rank 0 waits in op of 0",
         ),
+    ),
+    "others wait in a collective of a library": (
+        [view(0, "blocked", 10.5, note="barrier, called by save"), view(1, idle=10.4)],
+        (7, (1,), r"rank 1 stalled: .*; it computes.* rank 0 waits in barrier, called by save"),
+    ),
+    "other collectives, of a library": (
+        [view(0, "blocked", 11, note="barrier"), view(1, "waiting", 12)],
+        (7, (0, 1), r"rank 0: barrier; rank 1: op of 1 \[2, 1\].*same order"),
     ),
     "a stopped one comes first": (
         [view(0, idle=11), view(1, "waiting", 12, "stopped"), view(2, "waiting", 11)],
@@ -81,6 +90,14 @@ ROWS: dict[str, tuple[list[RankView], tuple[int, tuple[int, ...], str] | None]] 
         [view(0, "waiting", 1, verdict=7, accused=2), view(1, "waiting", 1), view(2, idle=1)],
         (7, (2,), "rank 2 stalled"),
     ),
+    "the others have decided on a rank of another host": (
+        [view(0, "waiting", 1, verdict=7, accused=2), view(1, "waiting", 1)],
+        (7, (2,), "rank 2 of another host stalled or died"),
+    ),
+    "a host does not answer, in an evaluation": (
+        [view(0, "waiting", 11, phase="evaluation"), view(1, "computing", 11, "silent", "evaluation")],
+        (7, (1,), "rank 1 stalled: .*; its host does not answer.* rank 0 waits in op of 0"),
+    ),
     "the others have found different collectives": (
         [view(0, "waiting", 1, verdict=7, accused=0), view(1, "waiting", 1)],
         (7, (0, 1), "rank 0: op of 0 .*; rank 1: op of 1 .*same order"),
@@ -97,6 +114,17 @@ def test_diagnosis_names_the_ranks(row):
         assert verdict[:2] == expected[:2]
         assert verdict.error().exit_code == expected[0]
         assert re.search(expected[2], verdict.message), verdict.message
+
+
+def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
+    create(tmp_path / "heartbeats", 1)
+    file, report = HeartbeatFile.open(tmp_path / "heartbeats"), WatchdogReport(print, print)
+    watchdog = Watchdog(file, Heartbeat(), 0, LIMITS, tmp_path, report)
+    medians = [watchdog.median_step_seconds]
+    for seconds in (40.0, 1.0, 2.0, 3.0):
+        watchdog.add_step(seconds)
+        medians.append(watchdog.median_step_seconds)
+    assert medians == [0.0, 40.0, 1.0, 1.5, 2.0]
 
 
 RANK = """

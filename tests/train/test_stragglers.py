@@ -28,6 +28,15 @@ def test_rank_that_becomes_slow_is_named_within_20_steps(world_size):
     assert "200.0 ms a step, 2.0 times the ranks' median of 100.0 ms" in text
 
 
+def test_rank_that_becomes_slow_on_a_busy_host_is_named_within_20_steps():
+    steps = disturbed(400)
+    for own_seconds in steps[30:]:
+        own_seconds[2] *= 2.5
+    number, text = first_report(steps)
+    assert 30 + 10 <= number <= 30 + 20
+    assert text.startswith("rank 2 is slow: ")
+
+
 def test_slowest_rank_is_a_metric_before_it_is_reported():
     monitor = StragglerMonitor()
     for _ in range(9):
@@ -56,16 +65,30 @@ def disturbed(steps: int) -> list[list[float]]:
     return made
 
 
+def bursts(steps: int) -> list[list[float]]:
+    """Two ranks of a busy host: once in 50 steps, another process disturbs one rank for 20 steps. Three of five of them
+    are 1.2 to 3 times as long."""
+    draw = random.Random(0)
+    made = [[0.1 * draw.uniform(0.85, 1.15) for _ in range(2)] for _ in range(steps)]
+    for first in range(0, steps, 50):
+        rank = draw.randrange(2)
+        for own_seconds in made[first : first + 20]:
+            own_seconds[rank] *= draw.uniform(1.2, 3) if draw.random() < 0.6 else 1.0
+    return made
+
+
 @pytest.mark.parametrize(
     "steps",
     [
         disturbed(3000),
+        bursts(3000),
         [[0.1, 0.135]] * 100,  # below the ratio
         [[0.001, 0.0025]] * 100,  # tiny steps
+        [[0.015, 0.023], [0.016, 0.026]] * 50,  # a busy neighbour of a rank's CPU, as recorded
         ([[0.1, 0.1]] * 10 + [[0.1, 0.2]] * 10) * 10,  # slow for ten steps at a time
         [[0.1]] * 100,  # alone
     ],
-    ids=["a busy host", "below the ratio", "tiny steps", "for a while", "alone"],
+    ids=["a busy host", "bursts", "below the ratio", "tiny steps", "a busy neighbour", "for a while", "alone"],
 )
 def test_no_rank_is_named(steps):
     assert first_report(steps) == (0, "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import importlib
 import os
 import resource
 import signal
@@ -20,6 +22,7 @@ OPERATIONS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 
 _NEW_HOST_NAME = 0x04000000
 """CLONE_NEWUTS of unshare(2): a host name of this process alone."""
+_FOREVER = 600.0
 
 
 def _count_calls(action: Callable[[str, int], None]) -> None:
@@ -155,6 +158,15 @@ def rename_host_in_steps_of(name: str, seconds: float) -> None:
         socket.sethostname(name)
 
 
+def on_host(name: str, change: Callable[[], None] | None = None) -> None:
+    """This process counts as one of another host for the watchdogs; then another change."""
+    from megalin.train import watched
+
+    watched._place = lambda: name
+    if change is not None:
+        change()
+
+
 def fail_reads(name: str, times: int) -> None:
     """The first `times` reads of files whose path contains `name` raise EIO."""
     read = os.preadv
@@ -251,6 +263,28 @@ def signal_in(phase: str, number: int) -> None:
             os.kill(os.getpid(), number)
 
     Heartbeat.enter = entered  # type: ignore[method-assign]
+
+
+def sleep_in_step(step: int, place: str = "", *, after: bool = False) -> None:
+    """This rank stops to make progress right before it takes a step; in the step before, or after, it calls a function
+    of a module, as "torch.distributed:all_reduce" or "module:Class.method", if that is given."""
+
+    def stop(_: Any) -> None:
+        if not place:
+            time.sleep(_FOREVER)
+        module, _, path = place.partition(":")
+        *classes, name = path.split(".")
+        owner = functools.reduce(getattr, classes, importlib.import_module(module))
+        call = getattr(owner, name)
+
+        def sleeping(*args: Any, **options: Any) -> None:
+            if after:
+                call(*args, **options)
+            time.sleep(_FOREVER)
+
+        setattr(owner, name, sleeping)
+
+    at_step(step, stop)
 
 
 def other_collective(step: int) -> None:

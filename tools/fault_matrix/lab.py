@@ -36,6 +36,11 @@ def model_table(**changes: Any) -> dict[str, Any]:
     return table | changes
 
 
+def two_blocks() -> dict[str, Any]:
+    """A model of two blocks, which a pipeline can split."""
+    return model_table(layers=model_table()["layers"] * 2)
+
+
 def write_shard(prefix: Path, *, seed: int = 1, num_documents: int = 60, largest: int = 256) -> Path:
     """Writes a uint16 shard of random bytes; its manifest names the tokenizer of bytes."""
     prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ class Command(NamedTuple):
         module: the module under `megalin.commands` whose `run(arguments)` runs it and returns the exit code.
         examples: command lines, one a line, for the end of its help.
         adopts_launcher: whether its ranks meet through torch.distributed, whose variables the launcher's then set.
+        is_preemptible: whether SIGTERM ends it with exit code 75 before it can save too.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Command(NamedTuple):
     module: str
     examples: str
     adopts_launcher: bool = True
+    is_preemptible: bool = False
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

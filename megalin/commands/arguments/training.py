@@ -105,6 +105,7 @@ megalin train run.toml train.steps=100 optimizer.lr=1e-3
 torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2
 
 Several ranks on one host: megalin launch.""",
+    is_preemptible=True,
 )
 LAUNCH = Command(
     "launch",
