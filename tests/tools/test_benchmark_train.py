@@ -238,7 +238,7 @@ def test_examples_of_the_help_are_valid(tmp_path, monkeypatch):
     [
         (["train.steps=5"], "override 'train.steps=5': 'train.steps' is not read here; known: model.*, parallel.*"),
         (["parallel.tpp=2"], "parallel.tpp: unknown key; did you mean 'tp'?"),
-        (["train.dtype=float16"], "train.dtype = 'float16': input should be 'float32' or 'bfloat16'"),
+        (["train.dtype=float64"], "train.dtype = 'float64': input should be 'float32', 'bfloat16' or 'float16'"),
         (["train.micro_batch_size=0"], "train.micro_batch_size = 0: input should be greater than or equal to 1"),
         (["parallel.tp=2"], "parallel.tp = 2 does not divide the number of ranks, 1"),
         (["train.deepspeed_config=ds.json"], 'but train.engine = "fsdp2" reads none'),
