@@ -11,10 +11,9 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from megalin._triton.scaled_linear import encode, scale_and_inverse
+from megalin._triton.gates.gated_product import gradients_of, product_of
+from megalin._triton.scaled_linear import encode, has_native_codes, scale_and_inverse
 
-LARGEST_WIDTH = 16384
-"""Columns of the product that the registers of one program hold."""
 FORWARD_WARP, BACKWARD_WARP = 512, 256
 """Columns of a warp."""
 
@@ -26,19 +25,23 @@ def _magnitude_bits(rounded):
 
 
 @triton.jit
-def forward_kernel(
-    gate_value_ptr, product_ptr, codes_ptr, scales_ptr, width,
-    SILU: tl.constexpr, NATIVE: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _load_row(gate_value_ptr, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     mask = column < width
     source = gate_value_ptr + row * (2 * width) + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        gate *= tl.sigmoid(gate)
-    product = (gate * value).to(product_ptr.dtype.element_ty)
+    return row, column, mask, gate, value
+
+
+@triton.jit
+def forward_kernel(
+    gate_value_ptr, product_ptr, codes_ptr, scales_ptr, width,
+    SILU: tl.constexpr, NATIVE: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, column, mask, gate, value = _load_row(gate_value_ptr, width, COLUMNS)
+    product = product_of(gate, value, SILU).to(product_ptr.dtype.element_ty)
     tl.store(product_ptr + row * width + column, product, mask=mask)
     scale, inverse = scale_and_inverse(_magnitude_bits(product))
     tl.store(scales_ptr + row, scale)
@@ -50,20 +53,10 @@ def backward_kernel(
     dproduct_ptr, gate_value_ptr, dgate_value_ptr, codes_ptr, scales_ptr, width,
     SILU: tl.constexpr, NATIVE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    mask = column < width
-    source = gate_value_ptr + row * (2 * width) + column
-    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
+    row, column, mask, gate, value = _load_row(gate_value_ptr, width, COLUMNS)
     dproduct = tl.load(dproduct_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    slope = 1.0
-    if SILU:
-        sigmoid = tl.sigmoid(gate)
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        gate *= sigmoid
-    dgate = (dproduct * value * slope).to(dgate_value_ptr.dtype.element_ty)
-    dvalue = (dproduct * gate).to(dgate_value_ptr.dtype.element_ty)
+    dgate, dvalue = gradients_of(dproduct, gate, value, SILU)
+    dgate, dvalue = dgate.to(dgate_value_ptr.dtype.element_ty), dvalue.to(dgate_value_ptr.dtype.element_ty)
     target = row * (2 * width) + column
     tl.store(dgate_value_ptr + target, dgate, mask=mask)
     tl.store(dgate_value_ptr + target + width, dvalue, mask=mask)
@@ -78,9 +71,8 @@ def forward(gate_value: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = gate_value.shape[0], gate_value.shape[1] // 2
     product = gate_value.new_empty(rows, width)
     codes, scales = _empty_rows(product)
-    forward_kernel[(rows,)](
-        gate_value, product, codes, scales, width, silu, gate_value.is_cuda, **_tile(width, FORWARD_WARP)
-    )
+    tile, native = _tile(width, FORWARD_WARP), has_native_codes(gate_value)
+    forward_kernel[(rows,)](gate_value, product, codes, scales, width, silu, native, **tile)
     return product, codes.view(torch.float8_e4m3fn), scales
 
 
@@ -90,7 +82,9 @@ def backward(dproduct: Tensor, gate_value: Tensor, silu: bool) -> tuple[Tensor, 
     dgate_value = gate_value.new_empty(gate_value.shape)
     codes, scales = _empty_rows(dgate_value)
     tile = _tile(width, BACKWARD_WARP)
-    backward_kernel[(rows,)](dproduct, gate_value, dgate_value, codes, scales, width, silu, gate_value.is_cuda, **tile)
+    backward_kernel[(rows,)](
+        dproduct, gate_value, dgate_value, codes, scales, width, silu, has_native_codes(gate_value), **tile
+    )
     return dgate_value, codes.view(torch.float8_e4m3fn), scales
 
 
@@ -109,7 +103,7 @@ def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dic
     types = {**dict.fromkeys(pointers, "*bf16"), "codes_ptr": "*u8", "scales_ptr": "*fp32", "width": "i32"}
     cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
     launches = ((forward_kernel, 5632, FORWARD_WARP), (backward_kernel, 5632, BACKWARD_WARP))
-    for kernel, width, columns_per_warp in (*launches, (backward_kernel, LARGEST_WIDTH, BACKWARD_WARP)):
+    for kernel, width, columns_per_warp in (*launches, (backward_kernel, 16384, BACKWARD_WARP)):
         tile = _tile(width, columns_per_warp)
         constants = {"SILU": True, "NATIVE": True, "COLUMNS": tile["COLUMNS"]}
         cases.append((kernel, types, constants, {"num_warps": tile["num_warps"]}))

@@ -41,6 +41,11 @@ def encode(scaled, NATIVE: tl.constexpr):
     return _code(scaled).to(tl.uint8)
 
 
+def has_native_codes(x: Tensor) -> bool:
+    """Whether the chip of x converts to e4m3 itself."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
 @triton.jit
 def scale_and_inverse(bits):
     """2^ceil(log2(m / 448)) and its inverse of a magnitude m >= 0 by the bits of fp32, at least 2^-126; 1 for zero; NaN
@@ -92,7 +97,7 @@ def quantize(x: Tensor, magnitudes: Tensor) -> Tensor:
     rows, columns = x.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=x.device)
     grid = triton.cdiv(rows, TILE["ROWS"]), triton.cdiv(columns, TILE["COLUMNS"])
-    quantize_kernel[grid](x, magnitudes, codes, rows, columns, *x.stride(), x.is_cuda, **TILE)
+    quantize_kernel[grid](x, magnitudes, codes, rows, columns, *x.stride(), has_native_codes(x), **TILE)
     return codes.view(torch.float8_e4m3fn)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.errors import OperandError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
@@ -38,7 +39,7 @@ class QuantizedTensor(NamedTuple):
 
 def fuses_gated_product(x: Tensor, width: int) -> bool:
     """True where the kernels of this module run for `width` columns of the product in the dtype and on the device of x;
-    otherwise `gated_product` and a cast that is fused with its neighbours are as fast."""
+    otherwise `gated_product` and a separate cast compute the same."""
     return backends.choose(OP, "auto", x.device.type, _unsupported(x, width)) != "reference"
 
 
@@ -54,13 +55,12 @@ def quantized_gated_product(
 
     Raises:
         KernelError: an explicit backend that cannot run.
-        OperandError: a dtype that is not floating point.
+        OperandError: an odd width, or a dtype that is not floating point.
     """
     check_operands(OP, {"gate_value": (gate_value, "RW")})
-    if (
-        backends.choose(OP, backend, gate_value.device.type, _unsupported(gate_value, gate_value.shape[1] // 2))
-        == "reference"
-    ):
+    if gate_value.shape[1] % 2:
+        raise OperandError(f"{OP}: gate_value has shape {tuple(gate_value.shape)}; its width must be even")
+    if _choose(gate_value, backend) == "reference":
         return _with_rows(gated_product_reference(gate_value, activation=activation))
     product, codes, scales = _forward(gate_value.contiguous(), activation)
     return QuantizedTensor(product, ScaledRows(codes, scales))
@@ -70,14 +70,16 @@ def quantized_gated_product_backward(
     dproduct: Tensor, gate_value: Tensor, *, activation: Activation, backend: Backend = "auto"
 ) -> QuantizedTensor:
     """The gradient [R, 2 F] of `gate_value` and its FP8 rows, from the gradient dproduct [R, F] of the product. Other
-    arguments and errors as for `quantized_gated_product`."""
+    arguments and errors as for `quantized_gated_product`; OperandError also where the widths do not match."""
     check_operands(OP, {"dproduct": (dproduct, "RF"), "gate_value": (gate_value, "RW")})
-    if (
-        backends.choose(OP, backend, gate_value.device.type, _unsupported(gate_value, gate_value.shape[1] // 2))
-        == "reference"
-    ):
+    if gate_value.shape[1] != 2 * dproduct.shape[1]:
+        raise OperandError(
+            f"{OP}: gate_value has shape {tuple(gate_value.shape)}; its width must be twice that of dproduct, "
+            f"{tuple(dproduct.shape)}"
+        )
+    if _choose(gate_value, backend) == "reference":
         return _with_rows(_backward_reference(dproduct, gate_value, activation))
-    dgate_value, codes, scales = _backward(dproduct.contiguous(), gate_value, activation)
+    dgate_value, codes, scales = _backward(dproduct.contiguous(), gate_value.contiguous(), activation)
     return QuantizedTensor(dgate_value, ScaledRows(codes, scales))
 
 

@@ -70,5 +70,20 @@ def test_a_row_wider_than_the_kernel_takes_the_reference():
 
 
 def test_operands_that_do_not_fit_are_refused():
-    with pytest.raises(OperandError, match=r"dproduct has shape \(3, 2\).*R = 4|gate_value has shape"):
+    with pytest.raises(OperandError, match=r"gate_value has shape \(4, 4\) = \[R, W\], but R = 3"):
         quantized_gated_product_backward(torch.ones(3, 2), torch.ones(4, 4), activation="none")
+    with pytest.raises(OperandError, match=r"\(4, 4\); its width must be twice that of dproduct, \(4, 3\)"):
+        quantized_gated_product_backward(torch.ones(4, 3), torch.ones(4, 4), activation="none")
+    with pytest.raises(OperandError, match=r"\(4, 5\); its width must be even"):
+        quantized_gated_product(torch.ones(4, 5), activation="none")
+
+
+def test_the_kernels_take_strided_operands():
+    def run(x, dy):
+        product = quantized_gated_product(x, activation="silu", backend="triton")
+        dx = quantized_gated_product_backward(dy, x, activation="silu", backend="triton")
+        return product.tensor, dx.tensor
+
+    contiguous = draw(torch.float32)
+    strided = [torch.stack([tensor, -tensor], -1)[..., 0] for tensor in contiguous]
+    assert all(torch.equal(*pair) for pair in zip(run(*contiguous), run(*strided), strict=True))

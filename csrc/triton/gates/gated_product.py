@@ -20,6 +20,25 @@ def _place(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return row[:, None], column[None, :], (row < rows)[:, None] & (column < width)[None, :]
 
 
+@triton.jit
+def product_of(gate, value, SILU: tl.constexpr):
+    """act(g) v in fp32."""
+    if SILU:
+        gate *= tl.sigmoid(gate)
+    return gate * value
+
+
+@triton.jit
+def gradients_of(dproduct, gate, value, SILU: tl.constexpr):
+    """(dg, dv) in fp32."""
+    slope = 1.0
+    if SILU:
+        sigmoid = tl.sigmoid(gate)
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        gate *= sigmoid
+    return dproduct * value * slope, dproduct * gate
+
+
 @triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
     gate_value_ptr, product_ptr, rows, width, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -28,9 +47,7 @@ def forward_kernel(
     source = gate_value_ptr + row * (2 * width) + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        gate *= tl.sigmoid(gate)
-    tl.store(product_ptr + row * width + column, gate * value, mask=mask)
+    tl.store(product_ptr + row * width + column, product_of(gate, value, SILU), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -43,14 +60,10 @@ def backward_kernel(
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
     dproduct = tl.load(dproduct_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    slope = 1.0
-    if SILU:
-        sigmoid = tl.sigmoid(gate)
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        gate *= sigmoid
+    dgate, dvalue = gradients_of(dproduct, gate, value, SILU)
     target = dgate_value_ptr + row * (2 * width) + column
-    tl.store(target, dproduct * value * slope, mask=mask)
-    tl.store(target + width, dproduct * gate, mask=mask)
+    tl.store(target, dgate, mask=mask)
+    tl.store(target + width, dvalue, mask=mask)
 
 
 def forward(gate_value: Tensor, silu: bool) -> Tensor:
