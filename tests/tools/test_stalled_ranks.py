@@ -44,8 +44,14 @@ def test_rank_of_another_host_is_named(tmp_path, victim, number):
             "megalin.parallel.embedding:VocabParallelEmbedding.embed",
             True,
         ),
+        (
+            ["train.engine=deepspeed", "parallel.zero=1"],
+            r"\w+, called by step in train/deepspeed_engine.py",
+            "deepspeed.runtime.engine:DeepSpeedEngine.backward",
+            False,
+        ),
     ],
-    ids=["transfer of a pipeline", "all-reduce over replicas", "compiled block"],
+    ids=["transfer of a pipeline", "all-reduce over replicas", "compiled block", "deepspeed"],
 )
 def test_collective_in_which_the_others_wait_is_named(tmp_path, overrides, call, place, after):
     lab = Lab(tmp_path / "lab", tmp_path)

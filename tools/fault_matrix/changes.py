@@ -89,17 +89,22 @@ def count_operations(path: str) -> None:
 
 
 def at_step(step: int, action: Callable[[Any], None]) -> None:
-    """Calls `action` with the engine right before it takes step `step`."""
+    """Calls `action` with the engine, of either kind, right before it takes step `step`."""
+    from megalin.train.deepspeed_engine import DeepSpeedEngine
     from megalin.train.engine import FullyShardedEngine
 
-    take = FullyShardedEngine.step
+    def change(kind: Any) -> None:
+        take = kind.step
 
-    def changed(engine: Any, *args: Any, **options: Any) -> Any:
-        if options["step"] == step:
-            action(engine)
-        return take(engine, *args, **options)
+        def changed(engine: Any, *args: Any, **options: Any) -> Any:
+            if options["step"] == step:
+                action(engine)
+            return take(engine, *args, **options)
 
-    FullyShardedEngine.step = changed  # type: ignore[method-assign]
+        kind.step = changed
+
+    change(FullyShardedEngine)
+    change(DeepSpeedEngine)
 
 
 def break_gradients(first: int, last: int, value: float) -> None:
