@@ -20,6 +20,7 @@ from megalin.config import read_toml
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.float8_layers import check_capability
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import GPUS_PER_HOST, Hardware, hardware_named
@@ -40,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = _hardware(arguments)
     memory = hardware.memory_bytes
     workload, parallel = _workload_and_mesh(arguments)
+    if workload.float8 is not None:
+        check_capability(hardware.name, hardware.capability)
     sequence_parallel = arguments.sequence_parallel or parallel.sequence_parallel
     limits = Limits(arguments.gpus, usable_bytes(memory), sequence_parallel, parallel.tp_overlap)
     if arguments.longest:

@@ -132,7 +132,7 @@ def scaled_matmul(a: ScaledRows, b: ScaledRows, dtype: torch.dtype) -> Tensor:
     accumulation") and in fp32 across them; K and N are multiples of `ALIGNMENT`. Otherwise codes are multiplied as fp32
     numbers, or as fp64 numbers where `dtype` is fp64: exactly then, in any order of the sum, up to K = 2^17.
     """
-    if a.codes.is_cuda and dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and (a.codes.is_cuda or backends.kernels_assumed()):
         return torch._scaled_mm(
             a.codes, b.codes.t(), a.scales[:, None], b.scales[None, :], out_dtype=dtype, use_fast_accum=True
         )

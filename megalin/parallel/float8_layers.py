@@ -85,6 +85,12 @@ def enable_float8(model: nn.Module, blocks: Sequence[nn.Module], settings: Float
     setattr(model, _ENABLED, wide)
 
 
+def wide_linears(module: nn.Module, settings: Float8Settings) -> list[Linear]:
+    """The linear layers of a block or mixer that multiply in FP8 with these settings."""
+    linears = (each for each in module.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear))
+    return [linear for linear in linears if _width(linear) >= settings.min_width]
+
+
 def float8_linears(model: nn.Module) -> list[tuple[str, Linear]]:
     """The layers of a model, or of a stage, for which `enable_float8` was called, with their names."""
     return getattr(model, _ENABLED, [])

@@ -15,6 +15,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import chunk_rows
 from megalin.parallel.fake_mesh import fake_mesh
+from megalin.parallel.float8_layers import enable_float8
 from megalin.parallel.mesh import Mesh, ParallelConfig
 from megalin.planner.graph_cost import COPY, CollectiveCost
 from megalin.planner.hardware import GPUS_PER_HOST
@@ -65,6 +66,8 @@ def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: 
     )
     with fake_mesh(tp_cp, parallel.tp * parallel.cp, async_tp=uses_async_tp(parallel)) as mesh:
         model = LanguageModel(one_of_each(workload.model), mesh.tp, cp=mesh.cp)
+        if workload.float8 is not None:
+            enable_float8(model, model.block_list(), workload.float8)
         with fake_execution():
             materialize(model, workload.dtype)
             return _trace(workload, model, mesh, micro_batch_size)

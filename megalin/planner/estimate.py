@@ -6,11 +6,14 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
+from torch import nn
+
 from megalin.model.base import Stage
 from megalin.model.language_model import LanguageModel
 from megalin.model.pipeline_stages import plan_stages
 from megalin.parallel.collectives import Axis
 from megalin.parallel.fake_mesh import LocalTensorParallel
+from megalin.parallel.float8_layers import wide_linears
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.block_traces import Trace, extrapolate, kinds, scaled_cost, trace_model, uses_async_tp
 from megalin.planner.hardware import Hardware
@@ -48,6 +51,13 @@ class _Operations(NamedTuple):
 
     attention: float
     other: float
+    float8: int
+    """Those of `other` in layers that multiply in FP8."""
+
+    @property
+    def total(self) -> float:
+        """All operations."""
+        return self.attention + self.other
 
 
 class Estimator:
@@ -148,7 +158,7 @@ class Estimator:
     def _fraction(self, part: _Part) -> float:
         """Fraction of its block's operations."""
         whole = self._operations[part.kind]
-        return sum(sum(whole[index]) for index in part.sublayers) / sum(sum(each) for each in whole)
+        return sum(whole[index].total for index in part.sublayers) / sum(each.total for each in whole)
 
     @cached_property
     def _operations(self) -> list[list[_Operations]]:
@@ -161,9 +171,14 @@ class Estimator:
         first = [blocks[self._kinds.index(kind)] for kind in range(len(self.workload.model.layers))]
         found = []
         for block in first:
-            counted = [(mixer.flops(length), mixer.flops(2 * length)) for mixer in block.mixers()]
-            found.append([_Operations((twice - once) / 2, 2 * once - twice) for once, twice in counted])
+            counted = [(mixer.flops(length), mixer.flops(2 * length), self._float8(mixer)) for mixer in block.mixers()]
+            found.append([_Operations((twice - once) / 2, 2 * once - twice, float8) for once, twice, float8 in counted])
         return found
+
+    def _float8(self, mixer: nn.Module) -> int:
+        """Operations of a mixer's layers that multiply in FP8."""
+        settings = self.workload.float8
+        return 0 if settings is None else 2 * sum(each.weight.numel() for each in wide_linears(mixer, settings))
 
     @cached_property
     def _operations_around(self) -> int:
@@ -179,8 +194,10 @@ class Estimator:
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)
         around = self._operations_around if rank == parallel.pp - 1 else 0
         each = [self._operations[part.kind][index] for part in own for index in part.sublayers]
-        attention, other = (tokens * sum(kind) for kind in zip(*each, strict=True))
-        return MicroBatchWork(other, attention, tokens * around, sum(map(self._fraction, own)))
+        attention, other, float8 = (tokens * sum(kind) for kind in zip(*each, strict=True))
+        settings = self.workload.float8
+        passes = 0 if settings is None else 2 + settings.weight_gradient
+        return MicroBatchWork(other, attention, tokens * around, sum(map(self._fraction, own)), float8, passes)
 
     def _trace(self, layout: ParallelLayout, *, refined: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size

@@ -13,9 +13,11 @@ from torch.fx import Graph, Node
 
 _VIEWS = {"aten::_unsafe_view", "aten::reshape"}
 """Views that torch does not mark as such."""
-_INLINING = {"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::cat", "aten::any"}
+_REDUCTIONS = {"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::any"}
+"""Operations whose consumers are fused with them where these read the same tensor again: from a cache."""
+_INLINING = {*_REDUCTIONS, "aten::cat"}
 """Operations that fuse the producers of their inputs, as element-wise ones do, but write a tensor."""
-_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 _COLLECTIVES = "_c10d_functional"
 """Namespace of torch's functional collectives and of `wait_tensor`."""
 COPY = "copy"
@@ -79,6 +81,7 @@ def graph_cost(graph: Graph, parameters: Collection[str]) -> GraphCost:
     nodes = list(graph.nodes)
     stored = _stored(nodes)
     sources: dict[Node, set[Node]] = {}
+    reduced: dict[Node, set[Node]] = {}
     ends: dict[Node, int] = {}
     moved, collectives = 0, []
     for index, node in enumerate(nodes):
@@ -86,6 +89,10 @@ def graph_cost(graph: Graph, parameters: Collection[str]) -> GraphCost:
         sources[node] = {node} if node in stored else read
         if node.op == "output" or (node in stored and node.op != "placeholder"):
             ends.update(dict.fromkeys(read, index))
+            if _name(node) in _REDUCTIONS:
+                reduced[node] = read
+            elif node.op == "call_function":
+                read = read.difference(*(reduced.get(source, ()) for source in read))
             moved += sum(map(_bytes, read)) + _bytes(node) if node.op != "output" and is_kernel(_maker(node)) else 0
         collectives += (
             collective_costs(node.target, node.args, node.kwargs, _value) if node.op == "call_function" else []

@@ -10,6 +10,8 @@ from megalin.train.hardware import BF16_FLOPS_PER_SECOND
 
 MATRIX_EFFICIENCY = 0.69
 """Fraction of the data sheet's matrix rate: 680 of 989 TFLOP/s at 8192^3 and at the models' own shapes, H200."""
+FLOAT8_SPEEDUP = 1.83
+"""Rate of FP8 matmuls over that of bf16 ones: 1.76 to 1.85 at the models' own shapes, H100."""
 ATTENTION_EFFICIENCY = 0.48
 """Fraction of the data sheet's matrix rate for causal softmax attention, its backward counted as two forwards: 28.0 ms
 for 3 x 4.4 TFLOP, cuDNN, 32,768 tokens and 16 heads of 128, H200."""
@@ -41,15 +43,17 @@ class Hardware(NamedTuple):
     """Bytes a second that a GPU sends to the others of its host (NVLink, one direction)."""
     network_bandwidth: float
     """Bytes a second that a GPU sends to other hosts: one adapter per GPU, 400 Gb/s (A100: 200 Gb/s)."""
+    capability: tuple[int, int]
+    """CUDA compute capability."""
 
 
 HARDWARE = {
     hardware.name: hardware
     for hardware in (
-        Hardware("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 300e9, 25e9),
-        Hardware("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 450e9, 50e9),
-        Hardware("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 450e9, 50e9),
-        Hardware("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 900e9, 50e9),
+        Hardware("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 300e9, 25e9, (8, 0)),
+        Hardware("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 450e9, 50e9, (9, 0)),
+        Hardware("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 450e9, 50e9, (9, 0)),
+        Hardware("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 900e9, 50e9, (10, 0)),
     )
 }
 """Known GPUs by name: SXM boards, 8 on a host."""

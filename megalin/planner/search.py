@@ -13,6 +13,7 @@ from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.planner.workload import ParallelLayout, Workload, one_of_each
 from megalin.train.config import check_model
+from megalin.train.float8 import check_float8_layers
 
 MIN_TOKENS_PER_RANK = 1024
 """Least tokens of a sequence per rank under context parallelism; with fewer, communication dominates."""
@@ -195,7 +196,9 @@ class ModelProblems:
         if (tp, cp) not in self._known:
             self._known[tp, cp] = ""
             try:
-                check_model(one_of_each(workload.model), ParallelConfig(tp=tp, cp=cp), workload.length)
+                model, parallel = one_of_each(workload.model), ParallelConfig(tp=tp, cp=cp)
+                check_model(model, parallel, workload.length)
+                check_float8_layers(model, parallel, workload.float8)
             except ConfigError as error:
                 self._known[tp, cp] = str(error)
         return self._known[tp, cp]

@@ -11,6 +11,7 @@ from megalin.planner.hardware import (
     ATTENTION_EFFICIENCY,
     COLLECTIVE_SECONDS,
     COPY_EFFICIENCY,
+    FLOAT8_SPEEDUP,
     GPUS_PER_HOST,
     HOST_SECONDS,
     LINK_EFFICIENCY,
@@ -25,6 +26,8 @@ from megalin.planner.workload import ParallelLayout
 _UPDATE_BYTES = 36
 """Bytes per element and step: the norm reads the gradient, clipping reads and writes it, AdamW reads weight, gradient
 and moments and writes all but the gradient."""
+_MAGNITUDE_BYTES = 4
+"""Bytes per element and step to find the magnitudes of weights that are multiplied in FP8."""
 
 
 class MicroBatchWork(NamedTuple):
@@ -38,6 +41,10 @@ class MicroBatchWork(NamedTuple):
     """Forward operations outside the blocks."""
     num_blocks: float
     """Number of blocks; part of a block counts by its fraction of the operations."""
+    float8_flops: float = 0.0
+    """Forward operations of its blocks' layers that multiply in FP8; among `block_flops`."""
+    float8_passes: int = 0
+    """Of forward, gradient of activations and gradient of weights, how many are in FP8."""
 
 
 class StepTime(NamedTuple):
@@ -96,6 +103,7 @@ def step_time(
     matrix, memory = hardware.matrix_flops * MATRIX_EFFICIENCY, hardware.memory_bandwidth * MEMORY_EFFICIENCY
     attention = work.attention_flops / (hardware.matrix_flops * ATTENTION_EFFICIENCY)
     matmuls = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
+    matmuls -= (work.float8_passes + again) * work.float8_flops / matrix * (1 - 1 / FLOAT8_SPEEDUP)
     around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
     moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
     kernels = moved * (1 + again / 3) / memory
@@ -117,7 +125,7 @@ def step_time(
     sending = data_bytes / _bandwidth(hardware, data_span) + gathers * COLLECTIVE_SECONDS
     exposed = max(rest / _bandwidth(hardware, data_span), sending - hidden)
     wait = (parallel.pp - 1) / parallel.pp_stages_per_rank * (device + host)
-    update = _UPDATE_BYTES * parameters.shard / memory
+    update = (_UPDATE_BYTES + (_MAGNITUDE_BYTES if work.float8_passes else 0)) * parameters.shard / memory
     time = StepTime(count * matmuls, count * kernels, count * waited, exposed, count * host, wait, update)
     pp_bytes = 2 * count * trace.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
     return time, Sent(sent["tp"], sent["cp"], data_bytes, pp_bytes)

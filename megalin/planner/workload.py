@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 
 from megalin.model.config import ModelConfig
+from megalin.parallel.float8_layers import Float8Settings
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
+from megalin.train.float8 import float8_settings
 from megalin.train.update_hooks import UpdateHook
 
 
@@ -29,6 +31,8 @@ class Workload(NamedTuple):
     """True where blocks are compiled."""
     hooks: tuple[UpdateHook, ...] = ()
     """Hooks of the update, for their memory."""
+    float8: Float8Settings | None = None
+    """Choice of the FP8 matmuls; None without them."""
 
     def hook_bytes(self, elements: int) -> int:
         """Memory of the hooks on a rank with `elements` fp32 weights in its shards."""
@@ -110,8 +114,9 @@ def one_of_each(model: ModelConfig) -> ModelConfig:
 def workload_of(config: RunConfig, model: ModelConfig, hooks: Sequence[UpdateHook] = ()) -> Workload:
     """Workload of a run with these update hooks; `model` is its model, a decoder."""
     train = config.train
-    dtype = COMPUTE_DTYPES[train.dtype]
-    return Workload(model, config.data.sequence_length, train.global_batch_size, dtype, train.compile, tuple(hooks))
+    dtype, float8 = COMPUTE_DTYPES[train.dtype], float8_settings(train)
+    length, batch = config.data.sequence_length, train.global_batch_size
+    return Workload(model, length, batch, dtype, train.compile, tuple(hooks), float8)
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:

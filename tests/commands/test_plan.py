@@ -47,6 +47,16 @@ def test_a_run_config_sets_the_length_and_batch_of_the_plan(config, capsys):
     assert (plan["length"], plan["global_batch_size"], plan["compiled"]) == (36, 4, False)
 
 
+def test_fp8_is_planned_from_the_run_config_for_gpus_that_have_it(config, capsys, fails):
+    arguments = ["plan", str(config), "train.micro_batch_size=1", "--gpus", "1", "train.dtype=bfloat16"]
+    message = fails(2, *arguments, "train.matmul_dtype=float8", "--gpu", "a100")
+    assert "needs a GPU of compute capability 8.9 or above" in message
+    assert "a100 has 8.0" in message
+    assert main([*arguments, "train.matmul_dtype=float8", "--memory", "1GB", "--json"]) == 1
+    (kind,) = {refusal["kind"] for refusal in json.loads(capsys.readouterr().out)["refused"]}
+    assert "no linear layer of the blocks has at least 256 inputs and outputs" in kind
+
+
 def test_a_run_config_sets_the_overlap_of_tensor_parallelism(config, capsys):
     arguments = [
         "plan",

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megalin.model.presets import load_preset
+from megalin.parallel.float8_layers import Float8Settings
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import HARDWARE
@@ -37,6 +38,8 @@ class Measured(NamedTuple):
     """parallel.tp_overlap with sequence parallelism; None: without it."""
     simulated: bool = False
     """Measured with --simulated-ranks: collectives copy the rank's own tensors and wait for nothing."""
+    float8: Float8Settings | None = None
+    """Choice of the FP8 matmuls."""
 
     def name(self) -> str:
         """Label of the row."""
@@ -47,6 +50,7 @@ class Measured(NamedTuple):
             ],
             "CUDA graph" * self.cuda_graphs,
             "simulated rank" * self.simulated,
+            "" if self.float8 is None else "FP8" + ", gradients of weights too" * self.float8.weight_gradient,
             " + ".join(map(str, self.stages)) + " sub-layers" * bool(self.stages),
         ]
         return ", ".join([self.preset, *filter(None, parts)]) + (f", dp {self.dp}" if self.dp > 1 else "")
@@ -65,7 +69,7 @@ class Measured(NamedTuple):
             axes |= {"sequence_parallel": True, "tp_overlap": self.sequence_parallel}
         layout = ParallelLayout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
         samples = self.batch * self.micro_batches * self.dp
-        workload = Workload(model, self.length, samples, torch.bfloat16, True)
+        workload = Workload(model, self.length, samples, torch.bfloat16, True, float8=self.float8)
         estimator = Estimator(workload, HARDWARE["h200"])
         if self.stages:
             bounds = itertools.pairwise([0, *itertools.accumulate(self.stages)])
@@ -80,6 +84,7 @@ class Measured(NamedTuple):
         return (memory.total - memory.symmetric_memory) / 2**30, time.total - missing
 
 
+FLOAT8, ALL_FLOAT8 = Float8Settings(), Float8Settings(weight_gradient=True)
 ROWS = [
     Measured("transnormerllm-1b-64k", 4, 8192, 55.0, 0.3442, vocab_size=50304),
     Measured("tnl-1b", 4, 8192, 75.8, 0.4101),
@@ -87,6 +92,13 @@ ROWS = [
     Measured("cosformer2-1b", 4, 8192, 88.3, 0.4735),
     Measured("mamba2-1b", 4, 8192, 110.8, 0.6462),
     Measured("rodimus-1.3b", 4, 8192, 119.6, 0.6599),
+    Measured("transnormerllm-1b-64k", 4, 8192, 55.8, 0.2894, vocab_size=50304, float8=FLOAT8),
+    Measured("transnormerllm-1b-64k", 4, 8192, 47.2, 0.2824, vocab_size=50304, float8=ALL_FLOAT8),
+    Measured("tnl-1b", 4, 8192, 75.8, 0.3530, float8=FLOAT8),
+    Measured("hgrn2-1b", 4, 8192, 88.8, 0.3759, float8=FLOAT8),
+    Measured("llama-1b", 4, 8192, 66.4, 0.5271, float8=FLOAT8),
+    Measured("transnormerllm-7b-64k", 1, 32768, 110.4, 2.1387, recompute=True, float8=FLOAT8),
+    Measured("transnormerllm-7b-64k", 1, 32768, 109.7, 1.9982, recompute=True, float8=ALL_FLOAT8),
     Measured("hgrn2-1b", 1, 32768, 88.8, 0.4350),
     Measured("mamba2-1b", 1, 32768, 111.2, 0.6309),
     Measured("rodimus-1.3b", 1, 32768, 119.6, 0.6338),

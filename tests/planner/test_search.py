@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from megalin.model.config import ModelConfig
+from megalin.parallel.float8_layers import Float8Settings
 from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.block_traces import LossCost, Trace, scaled_cost
 from megalin.planner.estimate import Estimator
 from megalin.planner.graph_cost import COPY, CollectiveCost
-from megalin.planner.hardware import COPY_EFFICIENCY, HARDWARE, MATRIX_EFFICIENCY, SIGNAL_SECONDS
+from megalin.planner.hardware import COPY_EFFICIENCY, FLOAT8_SPEEDUP, HARDWARE, MATRIX_EFFICIENCY, SIGNAL_SECONDS
 from megalin.planner.memory import Memory
 from megalin.planner.parameters import Elements, StageParameters
 from megalin.planner.search import Limits, Plan, search
@@ -273,3 +275,32 @@ def test_an_axis_that_leaves_the_host_waits_for_the_network(estimator):
     inside = estimator.estimate(layout(dp=8), refined=False)
     outside = estimator.estimate(layout(dp=16), refined=False)
     assert outside.time.data_parallel > 4 * inside.time.data_parallel
+
+
+def test_fp8_matmuls_save_time_in_the_layers_and_passes_that_run_in_fp8():
+    block = {"sublayers": [{"type": "hgrn2", "num_heads": 2}, {"type": "glu", "intermediate_size": 128}]}
+    model = ModelConfig.model_validate({"vocab_size": 257, "hidden_size": 64, "layers": [block]})
+    bf16 = Workload(model, 1024, 8, torch.bfloat16, compiled=False)
+    flops = 2 * (4 * 64 * 64 + 3 * 64 * 128) * 1024  # a token of a sample, forward
+    each = layout(dp=1)
+
+    def difference(settings: Float8Settings) -> float:
+        plans = (Estimator(bf16._replace(float8=chosen), HARDWARE["h200"]) for chosen in (None, settings))
+        plain, float8 = (plan.estimate(each, refined=False) for plan in plans)
+        assert float8.time.update > plain.time.update
+        assert float8.time.kernels > plain.time.kernels, "casts"
+        return plain.time.matmuls - float8.time.matmuls
+
+    one_pass = 2 * flops / (HARDWARE["h200"].matrix_flops * MATRIX_EFFICIENCY) * (1 - 1 / FLOAT8_SPEEDUP)
+    assert difference(Float8Settings(min_width=64)) == pytest.approx(2 * one_pass)
+    assert difference(Float8Settings(min_width=64, weight_gradient=True)) == pytest.approx(3 * one_pass)
+    found = search(
+        Estimator(bf16._replace(float8=Float8Settings(min_width=64)), HARDWARE["h200"]), Limits(2, 1), count=1
+    )
+    assert not [kind for kind in reasons(found) if "multiples of 16" in kind]
+    narrow = model.model_copy(update={"hidden_size": 48})
+    found = search(
+        Estimator(bf16._replace(model=narrow, float8=Float8Settings(48)), HARDWARE["h200"]), Limits(2, 1), count=1
+    )
+    (refusals,) = (lines for kind, lines in reasons(found).items() if "multiples of 16" in kind)
+    assert [line.split(":")[0] for line in refusals] == ["tp 2, cp 1, pp 1"]

@@ -184,6 +184,12 @@ def assume_kernels() -> Iterator[None]:
         _assumed.reset(token)
 
 
+@torch.compiler.assume_constant_result
+def kernels_assumed() -> bool:
+    """Whether `assume_kernels` is active."""
+    return _assumed.get()
+
+
 def report_choice(op: str, choice: Choice) -> None:
     """Records in `used` the choice of an op that does not call `choose`, such as softmax attention."""
     if not _assumed.get():
