@@ -172,7 +172,7 @@ def stub(monkeypatch):
 def test_sweep_goes_on_with_runs_that_failed_or_were_cut(tmp_path):
     sweep, folder = read_sweep(write_sweep(tmp_path, best_over=["rate"])), tmp_path / "runs"
     seen = []
-    first = run_sweep(sweep, folder, processes=2, time_limit=3, on_result=lambda *values: seen.append(values))
+    first = run_sweep(sweep, folder, processes=2, time_limit=6, on_result=lambda *values: seen.append(values))
     assert [(each.values["rate"], each.values["seed"], each.status) for each in first] == [
         ("0.1", "a", Status.COMPLETE),
         ("0.1", "b", Status.FAILED),
