@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalin.errors import ConfigError
-from megalin.generation import Sampling, generate, generate_batches
+from megalin.generation import Sampling, cast_weights, generate, generate_batches
 from megalin.generation.decoder import BLOCK_TOKENS, Decoder, grows
 from megalin.generation.prefill import prefill, state_tensors
 from megalin.model.language_model import LanguageModel
@@ -137,6 +137,27 @@ def test_a_repetition_penalty_forbids_what_the_prompt_and_the_text_have(model):
     prompt = [token for token in range(VOCAB_SIZE) if token % 2]
     found = generate(model, prompt, max_tokens=30, sampling=Sampling(repetition_penalty=1e6))
     assert len({*prompt, *found}) == len(prompt) + 30
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name == "hybrid" else pytest.mark.slow, id=case.name) for case in CASES],
+)
+def test_decoding_in_float16_keeps_the_logits(case):
+    """Weights and activations in fp16, states in fp32: rounding alone, in every mixer."""
+    ids = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for dtype in (torch.float32, torch.float16):
+        model, steps = build(case.model, dtype=torch.float32), []
+        cast_weights(model, dtype)
+        state = model.initial_state(2, dtype=torch.float32)
+        for token in ids.T:
+            output = model.step(token, state)
+            state = output.state
+            steps.append(output.logits[..., :VOCAB_SIZE])
+        logits.append(torch.stack(steps).double())
+    expected, found = logits
+    assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["hybrid", "softmax-grouped"])

@@ -16,7 +16,7 @@ from megalin.parallel.tensor_parallel import local
 from megalin.train.build import build_model
 from megalin.train.config import check_launch, load_run_config
 from megalin.train.float8 import check_float8_device
-from tests.model_runs import CPU, losses, train_here, write_config
+from tests.model_runs import CPU, checkpoint_tensors, losses, train_here, write_config
 
 FLOAT8 = ["train.dtype=bfloat16", "train.matmul_dtype=float8"]
 
@@ -43,8 +43,9 @@ def run(config: Path, folder: Path, *overrides: str) -> list[float]:
     return losses(folder)
 
 
-def test_a_run_learns_and_records_its_fp8_layers(config, tmp_path, capsys):
-    found = run(config, tmp_path, *FLOAT8)
+def test_a_run_learns_and_records_its_fp8_layers_and_resumes_with_the_same_bits(config, tmp_path, capsys):
+    fast = [*FLOAT8, "optimizer.lr=0.02"]  # scales of many rows change
+    found = run(config, tmp_path, *fast)
     assert found[-1] < found[0] - 0.5
     layers = (
         "4 linear layers in FP8 (sublayers.0.mixer.out, sublayers.0.mixer.qkv, sublayers.1.mixer.up, "
@@ -54,6 +55,12 @@ def test_a_run_learns_and_records_its_fp8_layers(config, tmp_path, capsys):
     kernels = json.loads((tmp_path / "kernels.json").read_text())
     assert kernels["scaled_matmul"] == {"backend": "reference", "reason": layers}
     assert kernels["quantize_rows"]["backend"] == "reference"
+    resumed = tmp_path / "resumed"
+    assert len(run(config, resumed, *fast, "train.stop_after_steps=5")) == 5
+    assert run(config, resumed, *fast) == found
+    whole, tensors = checkpoint_tensors(tmp_path), checkpoint_tensors(resumed)
+    assert whole.keys() == tensors.keys()
+    assert all(torch.equal(whole[name], tensors[name]) for name in whole)
 
 
 @pytest.mark.slow
