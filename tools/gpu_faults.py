@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="clean steps (1000)")
     parser.add_argument("--seconds", type=float, default=230.0, help="no group starts after this time (230)")
     args = parser.parse_args(arguments)
+    # A check that starts CUDA in the process from which ranks are forked would keep them from using it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with args.log.open("w") as log, tempfile.TemporaryDirectory() as temporary:
         numbers = itertools.count()
         lab = partial(_lab, Path(temporary), numbers)

@@ -19,6 +19,8 @@ from fault_matrix.processes import Change, Outcome, Running
 HANG_SECONDS = 10
 """Limit of a rank without progress in these runs."""
 _START_SECONDS, _GONE_SECONDS, _POLL_SECONDS = 90.0, 5.0, 0.02
+_STEP = 5
+"""A step by which the results of two others without compilation are on the host: they set the limit of a step."""
 _FIRST_SLOW, _LATEST = 3, 23
 """The first step that counts, as the first one compiles, and the latest one in which a slow rank is named."""
 
@@ -46,16 +48,16 @@ def _small(lab: Lab, **train: Any) -> Path:
     )
 
 
-def _large(lab: Lab, *, steps: int, micro_batches: int, save_every: int) -> Path:
-    """100 million parameters: the GPU, not the host, takes the time of a step."""
+def _large(lab: Lab, *, steps: int, micro_batches: int) -> Path:
+    """77 million parameters: the GPU, not the host, takes the time of a step."""
     sublayers = [{"type": "tnl", "num_heads": 8}, {"type": "glu", "intermediate_size": 2816}]
-    train = {"steps": steps, "micro_batch_size": 4, "global_batch_size": 8 * micro_batches, "dtype": "bfloat16"}
+    train = {"steps": steps, "micro_batch_size": 8, "global_batch_size": 16 * micro_batches, "dtype": "bfloat16"}
     return lab.config(
         shards=[lab.shard(num_documents=12000)],
-        model={"vocab_size": 257, "hidden_size": 1024, "init_std": 0.02, "layers": [{"sublayers": sublayers}] * 8},
+        model={"vocab_size": 257, "hidden_size": 1024, "init_std": 0.02, "layers": [{"sublayers": sublayers}] * 6},
         data={"validation": [str(lab.shard("held", num_documents=3000))], "sequence_length": 2048},
-        train=train | {"evaluate_every_steps": save_every, "evaluate_batches": 1},
-        checkpoint={"every_steps": save_every},
+        train=train | {"evaluate_every_steps": max(50, steps // 20), "evaluate_batches": 1},
+        checkpoint={"every_steps": max(50, steps // 4), "keep_latest": 1},
         optimizer={"lr": 1e-4},
     )
 
@@ -81,7 +83,7 @@ class SignalledRun:
     def __init__(self, lab: Lab, *, victim: int, phase: str, number: int) -> None:
         self.name = f"{signal.Signals(number).name} of rank {victim} in {phase}"
         self._victim, self._phase, self._stops = victim, phase, number == signal.SIGSTOP
-        change: dict[int, Change] = {victim: partial(changes.signal_in, phase, number)}
+        change: dict[int, Change] = {victim: partial(changes.signal_in, phase, number, step=_STEP)}
         running: list[Running] = lab.start_ranks(_small(lab), change_of=change)
         self._hit, (self._other,) = running[victim], [each for each in running if each is not running[victim]]
         self._started = time.monotonic()
@@ -107,7 +109,7 @@ class SignalledRun:
         outcome = self._other.wait(seconds=0.0)
         took = self._left_at - self._hit_at if self._left_at else float("inf")
         code, longest, verb = (7, HANG_SECONDS + 5, "stalled") if self._stops else (6, 5, "died")
-        place = r"in step 3 \(phase: step\)" if self._phase == "step" else f"phase:? {self._phase}"
+        place = rf"in step {_STEP} \(phase: step\)" if self._phase == "step" else f"phase:? {self._phase}"
         checks = {
             f"exit {outcome.code}": outcome.code == code,
             f"{took:.1f} s": took <= longest,
@@ -146,7 +148,7 @@ SLOW: dict[str, Change] = {
 
 def slow_rank(lab: Lab, victim: int, name: str) -> CaseResult:
     """A rank is slow in every step; it must be named within 20 steps."""
-    config = _large(lab, steps=30, micro_batches=2, save_every=100)
+    config = _large(lab, steps=30, micro_batches=2)
     outcomes = lab.train_on_ranks(config, change_of={victim: SLOW[name]}, seconds=_START_SECONDS)
     text = outcomes[0].text
     warned = [(int(step), int(rank)) for step, rank in re.findall(r"step (\d+): rank (\d+) is slow", text)]
@@ -157,10 +159,9 @@ def slow_rank(lab: Lab, victim: int, name: str) -> CaseResult:
 
 
 def clean_steps(lab: Lab, *, measured: int, unmeasured: int) -> CaseResult:
-    """No rank is named in steps without a fault, with 20 saves and evaluations; the last steps measure no waits, which
+    """No rank is named in steps without a fault, with evaluations and saves; the last steps measure no waits, which
     shows the cost."""
-    save_every = (measured + unmeasured) // 20
-    config = _large(lab, steps=measured + unmeasured, micro_batches=1, save_every=save_every)
+    config = _large(lab, steps=measured + unmeasured, micro_batches=1)
     change = dict.fromkeys(range(2), partial(gpu_changes.measured_until, measured))
     outcomes = lab.train_on_ranks(config, change_of=change, seconds=2 * _START_SECONDS)
     text = outcomes[0].text
