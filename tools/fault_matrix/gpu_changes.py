@@ -11,20 +11,34 @@ import torch
 
 _PAIRS = 200
 _MATMUL = 8192
+_TRIED_CYCLES = 10_000_000
 
 
-def slow_blocks(cycles: int) -> None:
-    """This rank's GPU sleeps for so many cycles in the forward of every block."""
+def slow_blocks(milliseconds: float) -> None:
+    """This rank's GPU sleeps so long in the forward of every block; prints the time by the GPU's clock."""
     from megalin.model.block import Block
 
-    forward: Any = Block.forward
+    forward, cycles = Block.forward, list[int]()
 
     def changed(block: Block, *args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
-            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            if not cycles:
+                _sleep_milliseconds(_TRIED_CYCLES)  # the first one loads the kernel
+                cycles.append(int(_TRIED_CYCLES * milliseconds / _sleep_milliseconds(_TRIED_CYCLES)))
+                print(f"a sleep takes {_sleep_milliseconds(cycles[0]):.1f} ms", file=sys.stderr, flush=True)
+            torch.cuda._sleep(cycles[0])  # type: ignore[no-untyped-call]
         return forward(block, *args, **options)
 
     Block.forward = changed  # type: ignore[method-assign]
+
+
+def _sleep_milliseconds(cycles: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def more_matmuls(count: int) -> None:

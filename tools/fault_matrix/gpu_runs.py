@@ -48,13 +48,13 @@ def _small(lab: Lab, **train: Any) -> Path:
     )
 
 
-def _large(lab: Lab, *, steps: int, micro_batches: int) -> Path:
-    """77 million parameters: the GPU, not the host, takes the time of a step."""
+def _large(lab: Lab, *, steps: int, micro_batches: int, blocks: int = 6) -> Path:
+    """79 million parameters in six blocks."""
     sublayers = [{"type": "tnl", "num_heads": 8}, {"type": "glu", "intermediate_size": 2816}]
     train = {"steps": steps, "micro_batch_size": 8, "global_batch_size": 16 * micro_batches, "dtype": "bfloat16"}
     return lab.config(
         shards=[lab.shard(num_documents=12000)],
-        model={"vocab_size": 257, "hidden_size": 1024, "init_std": 0.02, "layers": [{"sublayers": sublayers}] * 6},
+        model={"vocab_size": 257, "hidden_size": 1024, "init_std": 0.02, "layers": [{"sublayers": sublayers}] * blocks},
         data={"validation": [str(lab.shard("held", num_documents=3000))], "sequence_length": 2048},
         train=train | {"evaluate_every_steps": max(50, steps // 20), "evaluate_batches": 1},
         checkpoint={"every_steps": max(50, steps // 4), "keep_latest": 1},
@@ -121,12 +121,18 @@ class SignalledRun:
         return CaseResult(self.name, all(checks.values()), seen, _texts([outcome]) + self._hit.text[-2000:])
 
 
-def strikes(make_lab: Callable[[], Lab], *, at_once: int) -> Iterator[CaseResult]:
+def strikes(
+    make_lab: Callable[[], Lab],
+    *,
+    at_once: int,
+    numbers: Sequence[int] = (signal.SIGSTOP, signal.SIGKILL),
+    phases: Sequence[str] = PHASES,
+) -> Iterator[CaseResult]:
     """Both ranks, stopped and killed in every phase; so many runs share the GPUs at a time."""
     cells = [
         {"victim": victim, "phase": phase, "number": number}
-        for number in (signal.SIGSTOP, signal.SIGKILL)
-        for phase in PHASES
+        for number in numbers
+        for phase in phases
         for victim in (0, 1)
     ]
     for first in range(0, len(cells), at_once):
@@ -138,40 +144,49 @@ def strikes(make_lab: Callable[[], Lab], *, at_once: int) -> Iterator[CaseResult
                 yield strike.result()
 
 
-SLOW: dict[str, Change] = {
-    "whose GPU sleeps 4 ms in each block": partial(gpu_changes.slow_blocks, 7_000_000),
-    "with 40 more matmuls a step": partial(gpu_changes.more_matmuls, 40),
-    "whose host sleeps 80 ms a step": partial(changes.slow_steps, 0.08),
+class SlowRank(NamedTuple):
+    """A rank that is slow in every step."""
+
+    victim: int
+    name: str
+    change: Change
+
+
+SLOW = {
+    "slow_sleep": SlowRank(1, "whose GPU sleeps 25 ms in each block", partial(gpu_changes.slow_blocks, 25.0)),
+    "slow_matmuls": SlowRank(0, "with 40 more matmuls a step", partial(gpu_changes.more_matmuls, 40)),
+    "slow_host": SlowRank(1, "whose host sleeps 80 ms a step", partial(changes.slow_steps, 0.08)),
 }
-"""Changes that make a rank slow."""
 
 
-def slow_rank(lab: Lab, victim: int, name: str) -> CaseResult:
+def slow_rank(lab: Lab, slow: SlowRank) -> CaseResult:
     """A rank is slow in every step; it must be named within 20 steps."""
-    config = _large(lab, steps=30, micro_batches=2)
-    outcomes = lab.train_on_ranks(config, change_of={victim: SLOW[name]}, seconds=_START_SECONDS)
+    victim, config = slow.victim, _large(lab, steps=26, micro_batches=2)
+    outcomes = lab.train_on_ranks(config, change_of={victim: slow.change}, seconds=_START_SECONDS)
     text = outcomes[0].text
     warned = [(int(step), int(rank)) for step, rank in re.findall(r"step (\d+): rank (\d+) is slow", text)]
     passes = [outcome.code for outcome in outcomes] == [0, 0] and len(warned) == 1
     passes = passes and warned[0][1] == victim and _FIRST_SLOW < warned[0][0] <= _LATEST
     seen = f"named (step, rank) {warned}, exit {[each.code for each in outcomes]}, {_ratios(lab)}"
-    return CaseResult(f"rank {victim} {name}", passes, seen, _texts(outcomes))
+    if found := re.search(r"a sleep takes .*", outcomes[victim].text):
+        seen += f"; {found[0]}"
+    return CaseResult(f"rank {victim} {slow.name}", passes, seen, _texts(outcomes))
 
 
-def clean_steps(lab: Lab, *, measured: int, unmeasured: int) -> CaseResult:
+def clean_steps(lab: Lab, *, measured: int, unmeasured: int, seconds: float) -> CaseResult:
     """No rank is named in steps without a fault, with evaluations and saves; the last steps measure no waits, which
-    shows the cost."""
-    config = _large(lab, steps=measured + unmeasured, micro_batches=1)
+    shows the cost. The run is killed after so many seconds."""
+    config = _large(lab, steps=measured + unmeasured, micro_batches=1, blocks=4)
     change = dict.fromkeys(range(2), partial(gpu_changes.measured_until, measured))
-    outcomes = lab.train_on_ranks(config, change_of=change, seconds=2 * _START_SECONDS)
+    outcomes = lab.train_on_ranks(config, change_of=change, seconds=seconds)
     text = outcomes[0].text
     named, stalls = len(re.findall(r"is slow: its own time", text)), text.count("stalled")
-    seconds = [line["step_seconds"] for line in _metrics(lab)]
+    durations = [line["step_seconds"] for line in _metrics(lab)]
     ends = (measured // 2, measured), (measured + 1, measured + unmeasured)
-    medians = [1e3 * statistics.median(seconds[first:last]) for first, last in ends if len(seconds) >= last]
+    medians = [1e3 * statistics.median(durations[first:last]) for first, last in ends if len(durations) >= last]
     cost = re.search(r"waits a step: .*", text)
     seen = (
-        f"{named} named, {stalls} stalls in {len(seconds)} steps, exit {[each.code for each in outcomes]}, "
+        f"{named} named, {stalls} stalls in {len(durations)} steps, exit {[each.code for each in outcomes]}, "
         f"{_ratios(lab)}; median step with and without measurement {[round(each, 3) for each in medians]} ms; "
         f"{cost[0] if cost else 'no cost'}"
     )
