@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -60,7 +60,8 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
         RankFailedError: a collective failed, or ranks did not join; it names the ranks that did not take part, and is a
             RankStalledError if the collective timed out.
 
-    Where the body raises and the group's end takes longer than 10 s, the process ends with the error and its exit code.
+    Where the body raises on one of several ranks and the group's end takes longer than 10 s, the process ends with the
+    error and its exit code.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -75,7 +76,8 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
                     refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
                 yield
         except BaseException as error:
-            with _exit_if_late(error):
+            alone = not dist.is_initialized() or dist.get_world_size() == 1
+            with nullcontext() if alone else _exit_if_late(error):
                 _destroy_default_group()
             raise
         _destroy_default_group()
