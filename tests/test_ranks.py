@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -300,3 +301,29 @@ def test_a_port_in_use_is_named():
 def test_deadline_is_kept_and_names_who_did_not_answer():
     with pytest.raises(RankFailedError, match="timed out: no result from rank 1"):
         run_ranks(2, _sleep_on_rank_one, timeout=4.0)
+
+
+def test_process_leaves_with_its_error_where_the_group_does_not_end(monkeypatch, capfd):
+    codes, left = list[int](), threading.Event()
+    destroy = dist.destroy_process_group
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        left.set()
+
+    def blocked() -> None:
+        left.wait(5.0)
+        destroy()
+
+    monkeypatch.setattr("megalin.parallel.process_group._LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(dist, "destroy_process_group", blocked)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(os, "_exit", leave)
+    for error in (RankStalledError("planted"), KeyError("planted")):
+        left.clear()
+        with pytest.raises(type(error)), process_group(CPU):
+            raise error
+    assert codes == [7, 1]
+    text = capfd.readouterr().err
+    assert text.startswith("RankStalledError: planted\nTraceback ")
+    assert text.endswith("KeyError: 'planted'\n")

@@ -88,7 +88,7 @@ def _sum_of_squares(gradients: list[Tensor], local_norms: Tensor, counted: list[
     for axes, indices in by_axes.items():
         square = torch.linalg.vector_norm(torch.stack([norms[index] for index in indices])).square()
         for group in groups.get(axes, []):
-            with current().waiting("all_reduce of a norm", "shard"):
+            with current().waiting("all_reduce of a norm", "shard"), current().measure_wait():
                 dist.all_reduce(square, group=group)
         total = total + square
     return total

@@ -216,7 +216,10 @@ class _WaitTensor(torch.autograd.Function):
 
 def wait_tensor(x: Tensor) -> Tensor:
     """`x` as a plain tensor; waits where it is the pending result of a collective. Not differentiable."""
-    return x.trigger_wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
+    if not isinstance(x, functional.AsyncCollectiveTensor):
+        return x
+    with current().measure_wait():
+        return x.trigger_wait()
 
 
 def wait_tensor_with_grad(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Shard
 
 from megalin.parallel.collectives import SYNCHRONOUS_DEVICES, all_reduce
+from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh, covering_axes
@@ -202,6 +203,19 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
                 gradient = weight.to_sharded_dtensor(local(gradient).to(shard.dtype))
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
             full.grad, weight.unsharded_accumulated_grad = None, None
+
+
+def measure_waits(model: nn.Module, waits: ComputeWaits) -> None:
+    """Measures from now on the compute stream's waits for FSDP's collectives, of a model that has run on a GPU.
+
+    FSDP records an event after each collective on its stream: of an all-gather of weights, a reduce-scatter or
+    all-reduce of gradients. The compute stream waits for it before the unit's forward or backward, before the next
+    unit's gradients take the memory of the collective, and at the end of the last backward.
+    """
+    assert isinstance(model, FSDPModule), type(model)
+    context = model._get_fsdp_state()._comm_ctx
+    for name in ("all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
+        setattr(context, name, measuring_cuda_stream(getattr(context, name), waits))
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -97,7 +97,10 @@ class Heartbeat:
 
     Attributes:
         wait_seconds: time in collectives and in reading of samples so far.
+        measure_wait: measures the wait of a GPU's compute stream that its body launches, where a run does so.
     """
+
+    measure_wait: Callable[[], AbstractContextManager[None]]
 
     def __init__(self) -> None:
         self._buffer: bytearray | mmap.mmap = bytearray(_SLOT_BYTES + _NOTE_BYTES + _RING_BYTES)
@@ -109,6 +112,7 @@ class Heartbeat:
         self._tails: dict[tuple[object, ...], bytes] = {}
         self._waiting_since = 0.0
         self.wait_seconds = 0.0
+        self.measure_wait = nullcontext
         self._write()
 
     def move_to(self, file: HeartbeatFile, rank: int) -> None:

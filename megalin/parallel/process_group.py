@@ -6,9 +6,11 @@ import ipaddress
 import math
 import os
 import socket
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from megalin.errors import ConfigError, RankFailedError
+from megalin.errors import ConfigError, MegalinError, RankFailedError
 from megalin.launch import Launch, is_on_one_host, launched
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
 from megalin.parallel.messages import gather_values
@@ -24,6 +26,8 @@ from megalin.parallel.rank_failures import Rendezvous, default_rendezvous, liven
 
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable that makes NCCL allow several ranks on one GPU."""
+_LEAVE_SECONDS = 10.0
+"""Time for the end of the process group after an error. A step that is in flight may end in it."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable that chooses gloo's network interface."""
 
@@ -55,6 +59,9 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
         ConfigError: ranks share a GPU without NCCL_MULTI_RANK_GPU_ENABLE.
         RankFailedError: a collective failed, or ranks did not join; it names the ranks that did not take part, and is a
             RankStalledError if the collective timed out.
+
+    Where the body raises on one of several ranks and the group's end takes longer than 10 s, the process ends with the
+    error and its exit code.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -68,9 +75,38 @@ def process_group(device: torch.device, *, timeout: timedelta = COLLECTIVE_TIMEO
                 if device.type == "cuda":
                     refuse_shared_gpus(f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}")
                 yield
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        except BaseException as error:
+            alone = not dist.is_initialized() or dist.get_world_size() == 1
+            with nullcontext() if alone else _exit_if_late(error):
+                _destroy_default_group()
+            raise
+        _destroy_default_group()
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _exit_if_late(error: BaseException) -> Iterator[None]:
+    """Ends the process with the error where the body takes too long: NCCL's shutdown waits for kernels, and these for
+    ranks that may never launch theirs."""
+    left = threading.Event()
+
+    def watch() -> None:
+        if not left.wait(_LEAVE_SECONDS):
+            lines = [f"{type(error).__name__}: {error}\n"]
+            if not isinstance(error, MegalinError):
+                lines = traceback.format_exception(error)
+            os.write(2, "".join(lines).encode())
+            os._exit(getattr(error, "exit_code", 1))
+
+    threading.Thread(target=watch, name="megalin-end-of-group", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 @contextmanager

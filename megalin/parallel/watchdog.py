@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megalin.errors import RankFailedError, RankStalledError
+from megalin.parallel.agreement import distributed
 from megalin.parallel.blocked_calls import blocked_call
 from megalin.parallel.diagnosis import RankView, StallLimits, Verdict, diagnose
 from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
@@ -27,8 +28,9 @@ from megalin.parallel.host_exchange import HostExchange
 from megalin.parallel.process_state import process_state
 from megalin.parallel.rank_views import POLL_SECONDS, RankViews
 
-LEAVE_SECONDS = 2.5
-"""Time for a rank's main thread to leave by itself after another rank died, before its watchdog ends the process."""
+LEAVE_SECONDS, LATEST_SECONDS = 2.5, 4.0
+"""Time for a rank's main thread to leave by itself after another rank died, before its watchdog ends the process; and
+before a thread without Python's lock does, where a C call of the main thread keeps the lock."""
 LEAST_WARNING_SECONDS, WARNING_STEPS, WARNING_WINDOW = 15.0, 20.0, 50
 """A rank without progress is warned of after 20 times the median of the last 50 steps, 15 s at least."""
 LEAST_STEPS = 3.0
@@ -98,8 +100,8 @@ class Watchdog:
                 yield self
         finally:
             self._ended.set()
-            self._thread.join(2 * POLL_SECONDS)
-            self._close_stacks()
+            if self._verdict is None:  # else the thread goes on until the process group is gone
+                self._thread.join(2 * POLL_SECONDS)
 
     def add_step(self, seconds: float) -> None:
         """Adds the duration of a finished step."""
@@ -125,6 +127,7 @@ class Watchdog:
             if verdict := diagnose(views, limits):
                 self._end(verdict)
             self._warn_of_stall(views)
+        self._close_stacks()
 
     def _record_blocked_call(self, own: RankView) -> None:
         """Records the collective of a library in which the main thread has waited for a while."""
@@ -162,8 +165,9 @@ class Watchdog:
         self._write_stacks(verdict.message)
         reports = self._rank == self._reporter(verdict)
         if verdict.exit_code == RankFailedError.exit_code:
+            faulthandler.dump_traceback_later(LATEST_SECONDS, exit=True, file=self._stacks or 2)
             self._decided.set()
-            if self._ended.wait(LEAVE_SECONDS):  # collectives of the main thread fail, and it leaves by itself
+            if self._leaves():
                 return
         else:
             if reports:
@@ -177,6 +181,17 @@ class Watchdog:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
         self._heartbeat.end(str(error))
         os._exit(verdict.exit_code)
+
+    def _leaves(self) -> bool:
+        """Whether the main thread, whose collectives fail, leaves by itself: it has the time until the process group is
+        gone, as NCCL's shutdown waits for kernels that wait for the rank that died."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while time.monotonic() < deadline:
+            if self._ended.wait(POLL_SECONDS / 10) and not distributed():
+                faulthandler.cancel_dump_traceback_later()
+                return True
+            time.sleep(POLL_SECONDS / 10)
+        return False
 
     def _remedy(self, verdict: Verdict) -> str:
         if verdict.exit_code == RankFailedError.exit_code:

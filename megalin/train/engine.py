@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypedDict
 
+import torch
 from torch import Tensor
 
 from megalin.checkpoint.load import load
@@ -13,6 +14,8 @@ from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.data.batch import AnyBatch
 from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.parallel.compute_waits import ComputeWaits
+from megalin.parallel.data_parallel import measure_waits
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
 from megalin.train.config import RunConfig
@@ -130,7 +133,22 @@ class FullyShardedEngine:
             losses, counts = self._graph.accumulate_gradients(batches)
             launched = apply_gradients(self.model, self._optimizer, losses, counts, **options)
         self._hooks.after_update(applied=launched.applied, step=step)
+        if self.timer.waits is None and self._compares_own_times:
+            self._measure_waits()
         return launched
+
+    @property
+    def _compares_own_times(self) -> bool:
+        """Whether waits of this rank's GPU are measured: some are not seen in the stages of a pipeline and in a CUDA
+        graph, and without ranks that read other samples there is nothing to compare."""
+        eager = self._graph is None and self._mesh.pp.size == 1
+        return eager and self._mesh.device.type == "cuda" and self._mesh.samples.size > 1
+
+    def _measure_waits(self) -> None:
+        """Measures this rank's own time from the next step on; FSDP has created its CUDA streams in the first one."""
+        self.timer.waits = waits = ComputeWaits(torch.cuda.current_stream())
+        measure_waits(self.model, waits)
+        self._mesh.launches.measure_wait = waits.measured
 
     def tensors(self) -> Mapping[str, Tensor]:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()

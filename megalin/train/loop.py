@@ -98,7 +98,9 @@ class TrainingLoop:
         """
         self.config, self.mesh, self.run, self.event_log, self.tasks = config, mesh, run, event_log, tasks
         self._watchdog, self._heartbeat = watchdog, mesh.launches
-        self._stragglers, self._own_seconds = StragglerMonitor(), 0.0
+        # Ranks of a sample wait for each other in blocks, which on GPUs is not measured.
+        together = 1 if mesh.device.type in SYNCHRONOUS_DEVICES else mesh.tp.axis.size * mesh.cp.axis.size
+        self._stragglers, self._own_seconds = StragglerMonitor(together), 0.0
         self.data: Training
         self.validation: Dataset[Any] | None = None
         with slow_work("opening the data", shown=mesh.is_first_rank):
@@ -164,13 +166,14 @@ class TrainingLoop:
             reader = StepReader(loader, self.mesh, preemption)
             self._heartbeat.enter("first step")
             for step in range(self.resumed_step + 1, self.last_step + 1):
-                data = reader.read(step, own_seconds=self._own_seconds)
+                data, self._own_seconds = reader.read(step, own_seconds=self._own_seconds), 0.0
                 if data.stop is None:
                     in_flight.push(self._launch(step, data))
                 for finished in in_flight.finished(drain=data.stop is not None or self._is_due(step)):
                     if finished.step == self.resumed_step + 1:
                         log.write_kernels()
                         self._heartbeat.enter("step")
+                    self._own_seconds = finished.result.own_seconds or self._own_seconds
                     if self._watchdog is not None:
                         self._watchdog.add_step(finished.result.seconds)
                     with log.timed("evaluation_seconds", self._is_evaluation_due(finished.step)):
@@ -211,9 +214,12 @@ class TrainingLoop:
         rate = learning_rate(self.config.optimizer, self.config.schedule, step - 1, train.steps)
         self._heartbeat.step = step
         own_time = OwnTime(self._heartbeat.wait_seconds)
+        self.engine.timer.start()
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
-        self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
+        self.engine.timer.leave()
+        if self.mesh.device.type in SYNCHRONOUS_DEVICES:
+            self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
         self._watch_own_times(step, data)
         if self._is_due(step):
             self.engine.timer.pause()  # evaluations and checkpoints count for no step
@@ -223,9 +229,9 @@ class TrainingLoop:
         )
 
     def _watch_own_times(self, step: int, data: StepData) -> None:
-        """Warns of a slow rank, by the ranks' own times in the launch of the step before. On GPUs the host's time is
-        not that of the step, and the stages of a pipeline differ."""
-        comparable = self.mesh.device.type in SYNCHRONOUS_DEVICES and self.mesh.pp.size == 1
+        """Warns of a slow rank, by the ranks' own times: on CPUs in the launch of the step before, on GPUs in the step
+        finished last, where the engine measures them. The stages of a pipeline differ."""
+        comparable = self.mesh.pp.size == 1 and all(data.own_seconds)
         if comparable and step > self.resumed_step + 2:  # the first step compiles
             slow = self._stragglers.add(data.own_seconds)
             if slow and self.mesh.is_first_rank:

@@ -32,7 +32,7 @@ NOTHING_CHANGED = (
 
 
 class StepResult(NamedTuple):
-    """Result of a step, equal on every rank except for `seconds`."""
+    """Result of a step, equal on every rank except for `seconds` and `own_seconds`."""
 
     loss: float
     """Sum of the terms; for a decoder, the mean loss of the step's valid labels over all ranks, nats a token."""
@@ -46,6 +46,8 @@ class StepResult(NamedTuple):
     """Duration of the step on this rank, as `StepTimer` measures it."""
     scaling: StepScale | None = None
     """Loss scaling of the step; None unless the run computes in float16."""
+    own_seconds: float = 0.0
+    """Time of this rank's GPU in the step without waits for other ranks; 0 where it is not measured."""
 
     @property
     def is_ready(self) -> bool:
@@ -125,7 +127,8 @@ class LaunchedStep:
         scaling = None
         if self._loss_scale is not None:
             terms, scaling = terms[:-3], read_step(terms[-3:])
-        result = StepResult(loss, norm, int(labels), tuple(terms), self._duration.seconds(), scaling)
+        seconds, own_seconds = self._duration.seconds(), self._duration.own_seconds()
+        result = StepResult(loss, norm, int(labels), tuple(terms), seconds, scaling, own_seconds)
         if self._must_stop(result):
             clear_stop(self._optimizer)
             norms = dict(zip(self._names, local_norms.tolist(), strict=True))
@@ -161,11 +164,13 @@ def accumulate_gradients(
     total = torch.zeros(counts.shape, dtype=torch.float64, device=counts.device)
     for index, batch in enumerate(batches):
         prepare_backward(model, mesh, last=index == len(batches) - 1)
-        losses = model.loss_sums(batch.inputs()) / counts.clamp(min=1)
+        sums = model.loss_sums(batch.inputs())
+        counts = wait_tensor(counts)
+        losses = sums / counts.clamp(min=1)
         loss = losses.sum()
         (loss if loss_scale is None else loss * loss_scale).backward()
         total += losses.detach()
-        del losses, loss  # before the next forward, which needs the memory
+        del sums, losses, loss  # before the next forward, which needs the memory
     finish_backward(model, mesh)
     return wait_tensor(mesh.sum_over_data(total)), wait_tensor(counts)
 

@@ -55,7 +55,7 @@ class StepData(NamedTuple):
     wait_rank: int
     """The rank that waited longest."""
     own_seconds: list[float]
-    """By rank: own time in the launch of the step before, without waits for other ranks."""
+    """By rank: own time in an earlier step, without waits for other ranks; 0 where there is no new one."""
     stop: DataFailure | Preemption | None
     """Reason to end the run, of the same type on every rank; None: the step can be launched."""
 
@@ -121,7 +121,7 @@ class StepReader:
     def read(self, step: int, *, own_seconds: float = 0.0) -> StepData:
         """Reads the samples of `step`, counted from 1. A collective on the host, which does not wait for the device.
 
-        `own_seconds` is this rank's own time in the launch of the step before; all ranks receive it.
+        `own_seconds` is this rank's own time in an earlier step, the same one on every rank; all ranks receive it.
 
         A data error or a SIGTERM is a reason to stop on every rank, of which a data error comes first.
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from megalin.parallel.compute_waits import ComputeWaits, OwnDuration
+
 
 class _Timestamp:
     """A point in time: a CUDA event on the current stream of a GPU, on other devices the host's clock."""
@@ -32,10 +34,17 @@ class StepDuration(NamedTuple):
 
     intervals: tuple[tuple[_Timestamp, _Timestamp], ...]
     """Start and end of each period that counts; pauses lie between them."""
+    own: OwnDuration | None = None
+    """The rank's own time, on a GPU where waits are measured."""
 
     def seconds(self) -> float:
         """The sum of the intervals, s. The host does not wait for the device."""
         return sum(start.seconds_until(end) for start, end in self.intervals)
+
+    def own_seconds(self) -> float:
+        """The time without waits for other ranks and between two launches, s; 0 where it is not measured. To be called
+        once."""
+        return 0.0 if self.own is None else self.own.seconds()
 
 
 class StepTimer:
@@ -44,25 +53,37 @@ class StepTimer:
     A step includes the wait for its data and all else that the host does between two steps, so tokens over seconds is
     the rate of the run. A pause lasts until the next step starts. On a GPU all times are CUDA events on the compute
     stream, which must be the current one: recording them takes microseconds of the host and never waits.
+
+    Attributes:
+        waits: measures this rank's own time in each step; None: it is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start: _Timestamp | None = None
         self._intervals: list[tuple[_Timestamp, _Timestamp]] = []
+        self.waits: ComputeWaits | None = None
 
     def start(self) -> None:
         """Marks the start of a step; only the first one, and one after a pause, is measured from here."""
         if self._start is None:
             self._start = _Timestamp(self._device)
+        if self.waits is not None:
+            self.waits.enter()
 
     def end(self) -> StepDuration:
         """Marks the end of a started step, which is the start of the next one."""
         assert self._start is not None
         now = _Timestamp(self._device)
-        duration = StepDuration((*self._intervals, (self._start, now)))
+        own = None if self.waits is None else self.waits.end_step()
+        duration = StepDuration((*self._intervals, (self._start, now)), own)
         self._start, self._intervals = now, []
         return duration
+
+    def leave(self) -> None:
+        """Marks the end of a step's launch: until the next start, time is not this rank's own."""
+        if self.waits is not None:
+            self.waits.leave()
 
     def pause(self) -> None:
         """Excludes everything until the next step starts from that step's duration.

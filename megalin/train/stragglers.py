@@ -1,8 +1,12 @@
 """Warning about a rank that is slower than the others, by the ranks' own time in each step.
 
-In a synchronous run all ranks have the same step time: they wait for the slowest one. A rank's own time is that of the
-launch of a step less the time in which it waits for others in collectives, so only the slow rank's grows. Time in which
-the thread could run and had no CPU does not count: with more processes than CPUs the ranks take turns at being slow.
+In a synchronous run all ranks have the same step time: they wait for the slowest one. A rank's own time is that of a
+step less the time in which it waits for others in collectives, so only the slow rank's grows.
+
+On CPUs it is the host's time for the launch of the step. Time in which the thread could run and had no CPU does not
+count: with more processes than CPUs the ranks take turns at being slow. On GPUs it is the time of the compute stream,
+less its waits for collectives (`parallel.compute_waits`). A wait that is not measured makes a fast rank's own time
+longer, never a slow rank's shorter: it can hide a slow rank, but names none.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ PAUSE = 1000
 
 
 class OwnTime:
-    """Measures the own time of this rank's main thread from its creation on.
+    """Measures on the host the own time of this rank's main thread from its creation on.
 
     It is the wall-clock time without waits for other ranks and for a CPU, at least the CPU time: a wait for a CPU may
     fall into a wait for another rank, and is then subtracted twice.
@@ -57,11 +61,11 @@ def _queue_seconds() -> float:
 
 
 class SlowestRank(NamedTuple):
-    """The rank with the longest own time in the last steps."""
+    """The rank with the longest own time in the last steps, or the group of ranks with that one."""
 
     rank: int
     ratio: float
-    """Its own time over the ranks' median."""
+    """Its own time over the median of the ranks or groups."""
     seconds: float
     """Its own time, a step."""
     median_seconds: float
@@ -73,33 +77,44 @@ class SlowestRank(NamedTuple):
 
 
 class StragglerMonitor:
-    """Finds the slowest rank of the last steps, and reports it where it stays slow."""
+    """Finds the slowest rank of the last steps, and reports it where it stays slow.
 
-    def __init__(self) -> None:
+    Args:
+        group_size: neighbouring ranks that wait for each other in collectives whose waits are not measured. Each has
+            the own time of the slowest of them, so that only groups can be compared.
+    """
+
+    def __init__(self, group_size: int = 1) -> None:
+        self._group_size = group_size
         self._steps: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._num_steps = self._next_report = 0
-        self._slow_rank, self._slow_steps = -1, 0
+        self._slow_group, self._slow_steps = -1, 0
         self.slowest: SlowestRank | None = None
-        """Of the last steps; None before there are 10, and in a run of one rank."""
+        """Of the last steps; None before there are 10, and in a run of one rank or group."""
 
     def add(self, own_seconds: Sequence[float]) -> str:
         """Adds the own time of each rank in a step; returns a message for people if a rank has been slow for 10 steps,
         at most every 1,000 steps."""
         self._num_steps += 1
         self._steps.append(own_seconds)
-        if len(own_seconds) < 2 or len(self._steps) < WINDOW:
+        size = self._group_size
+        if len(own_seconds) <= size or len(self._steps) < WINDOW:
             return ""
         shortest = [sorted(times)[DISREGARDED] for times in zip(*self._steps, strict=True)]
-        middle = max(statistics.median_low(shortest), 1e-9)
+        of_groups = [max(shortest[first : first + size]) for first in range(0, len(shortest), size)]
+        middle = max(statistics.median_low(of_groups), 1e-9)
         rank = max(range(len(shortest)), key=shortest.__getitem__)
         self.slowest = found = SlowestRank(rank, shortest[rank] / middle, shortest[rank], middle)
-        same = found.is_slow and rank == self._slow_rank
-        self._slow_rank, self._slow_steps = rank, self._slow_steps + 1 if same else int(found.is_slow)
+        group = rank // size
+        same = found.is_slow and group == self._slow_group
+        self._slow_group, self._slow_steps = group, self._slow_steps + 1 if same else int(found.is_slow)
         if self._slow_steps < CONFIRMATION or self._num_steps < self._next_report:
             return ""
         self._next_report = self._num_steps + PAUSE
+        first = group * size
+        name = f"rank {rank}" if size == 1 else f"one of the ranks {first} to {first + size - 1}"
         return (
-            f"rank {rank} is slow: its own time in the last steps, without waits for other ranks, is "
+            f"{name} is slow: its own time in the last steps, without waits for other ranks, is "
             f"{found.seconds * 1e3:.1f} ms a step, {found.ratio:.1f} times the ranks' median of {middle * 1e3:.1f} ms; "
             "all ranks wait for it: look at the load, the clock and the temperature of its host and GPU"
         )

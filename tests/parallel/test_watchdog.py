@@ -130,6 +130,7 @@ def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
 RANK = """
 import ctypes, sys, time
 from pathlib import Path
+import torch.distributed as dist
 from megalin.parallel.diagnosis import StallLimits
 from megalin.parallel.heartbeats import HeartbeatFile, current
 from megalin.parallel.watchdog import Watchdog, WatchdogReport
@@ -138,7 +139,9 @@ file, heartbeat = HeartbeatFile.open(folder / "heartbeats"), current()
 heartbeat.move_to(file, rank)
 heartbeat.step = 4
 report = WatchdogReport(print, lambda verdict: (folder / "reported").write_text(f"{rank}: {verdict.message}"))
-with Watchdog(file, heartbeat, rank, StallLimits(1.5, 60.0), folder / "stacks", report).running():
+with Watchdog(file, heartbeat, rank, StallLimits(1.5, 60.0), folder / "stacks", report).running() as watchdog:
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print("started", flush=True)
     heartbeat.enter("step")
     if stuck == "C call" and rank == 1:
@@ -147,13 +150,19 @@ with Watchdog(file, heartbeat, rank, StallLimits(1.5, 60.0), folder / "stacks", 
         heartbeat.record("op", "data", (1,))
         time.sleep(0.05)
     heartbeat.start_wait("all_reduce", "data", (3,))
-    time.sleep(60)
+    if stuck != "SIGKILL" or rank == 2:
+        time.sleep(60)
+    watchdog.verdict(60.0)
+    if rank == 3:
+        ctypes.PyDLL(None).sleep(60)
+time.sleep(60)  # the process group's shutdown waits for kernels
 """
 
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL"])
 def test_watchdogs_end_all_processes(tmp_path, fault):
-    create(tmp_path / "heartbeats", 3)
+    count = 4 if fault == "SIGKILL" else 3
+    create(tmp_path / "heartbeats", count)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path), str(rank), fault],
@@ -162,7 +171,7 @@ def test_watchdogs_end_all_processes(tmp_path, fault):
             text=True,
             cwd=Path(__file__).parents[2],
         )
-        for rank in range(3)
+        for rank in range(count)
     ]
     for rank in ranks:
         assert rank.stdout is not None
@@ -173,6 +182,8 @@ def test_watchdogs_end_all_processes(tmp_path, fault):
     texts = [rank.communicate(timeout=30)[1] for rank in ranks]
     assert time.monotonic() - started < 10
     code = 6 if fault == "SIGKILL" else 7
+    if fault == "SIGKILL":  # by a thread without Python's lock, which a C call keeps
+        assert ranks[3].returncode == 1
     assert [ranks[0].returncode, ranks[2].returncode] == [code, code]
     # The signal for the stacks ends that sleep early: then this rank reads the others' verdict and leaves by itself.
     assert ranks[1].returncode in ((-9, 7) if fault == "C call" else (-9,))

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megalin.parallel.process_group import process_group
+from megalin.train import loop as loops
+from megalin.train.step import LaunchedStep
 from megalin.train.stragglers import StragglerMonitor
+from tests.model_runs import CPU, STEPS, late_results, train_here, write_config
 
 
 def first_report(steps: list[list[float]]) -> tuple[int, str]:
@@ -55,6 +62,21 @@ def test_message_is_not_repeated_for_1000_steps():
     assert len([text for text in texts if text]) == 2
 
 
+def test_group_whose_ranks_wait_for_each_other_is_named():
+    monitor = StragglerMonitor(group_size=2)
+    steps = [[0.1, 0.1, 0.2, 0.199 + 0.002 * (number % 2), 0.1, 0.1] for number in range(20)]
+    texts = [text for own_seconds in steps if (text := monitor.add(own_seconds))]
+    assert len(texts) == 1
+    assert texts[0].startswith("one of the ranks 2 to 3 is slow: ")
+    assert "2.0 times the ranks' median of 100.0 ms" in texts[0]
+
+
+def test_only_group_is_compared_with_nothing():
+    monitor = StragglerMonitor(group_size=2)
+    assert not any(monitor.add([0.1, 0.3]) for _ in range(100))
+    assert monitor.slowest is None
+
+
 def disturbed(steps: int) -> list[list[float]]:
     """Ranks of a busy host: noise of a fifth, and one step in eight three to ten times as long on one rank."""
     draw = random.Random(0)
@@ -92,3 +114,17 @@ def bursts(steps: int) -> list[list[float]]:
 )
 def test_no_rank_is_named(steps):
     assert first_report(steps) == (0, "")
+
+
+def test_own_time_of_each_step_that_the_device_measured_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    counted: list[Sequence[float]] = []
+    wait: Any = LaunchedStep.wait
+    monkeypatch.setattr(loops, "SYNCHRONOUS_DEVICES", frozenset())
+    monkeypatch.setattr(LaunchedStep, "wait", lambda step: wait(step)._replace(own_seconds=step._step / 100))
+    monkeypatch.setattr(StragglerMonitor, "add", lambda _, own_seconds: counted.append(own_seconds) or "")
+    with process_group(CPU), late_results():
+        train_here(write_config(tmp_path), tmp_path / "run", "checkpoint.every_steps=5")
+    numbers = [round(100 * own_seconds[0]) for own_seconds in counted]
+    # The results of two steps are read together where the later one is saved; then the later one counts. The first step
+    # compiles, and that of the last step is never sent.
+    assert numbers == [number for number in range(2, STEPS - 1) if number not in (4, 9)]

@@ -243,13 +243,13 @@ def fail_on_rank(rank: int, step: int, kind: str) -> None:
     at_step(step, fail)
 
 
-def signal_in(phase: str, number: int) -> None:
-    """This rank gets a signal in a phase of its run: "start", "step" (the third), "save", "evaluation"."""
+def signal_in(phase: str, number: int, *, step: int = 3) -> None:
+    """This rank gets a signal in a phase of its run: "start", "step" (this one), "save", "evaluation"."""
     from megalin.parallel.heartbeats import Heartbeat
     from megalin.train import loop
 
     if phase == "step":
-        at_step(3, lambda engine: os.kill(os.getpid(), number))
+        at_step(step, lambda engine: os.kill(os.getpid(), number))
         return
     if phase == "start":
         find = loop.find_checkpoint

@@ -1,0 +1,55 @@
+"""Slow ranks on GPUs, by the waits of the other ranks' compute streams for their collectives."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.ranks import needs_gpus, on_gpus
+from tests.model_runs import write_config
+
+pytestmark = needs_gpus(2)
+
+
+def run(tmp_path: Path, *, steps: int, slow_rank: int, parallel: dict[str, int]) -> tuple[str, list[dict[str, float]]]:
+    """Trains on two ranks; returns the output and the metrics."""
+    block = [{"type": "tnl", "num_heads": 8}, {"type": "glu", "intermediate_size": 2816}]
+    config = write_config(
+        tmp_path,
+        model={"hidden_size": 1024, "layers": [{"sublayers": block}] * 6},
+        data={"sequence_length": 1024},
+        train={"steps": steps, "global_batch_size": 16, "micro_batch_size": 4, "dtype": "bfloat16"},
+        optimizer={"lr": 1e-4},
+        parallel=parallel,
+        checkpoint={"every_steps": 100},
+    )
+    ended = on_gpus(2, "tests.gpu.straggler_runs", config, tmp_path / "run", str(slow_rank))
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return ended.stdout + ended.stderr, lines
+
+
+@pytest.mark.parametrize("parallel", [{}, {"zero": 1}, {"shard": 1}], ids=["zero_3", "zero_1", "replicas"])
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_rank_whose_gpu_is_slow_is_named_within_20_steps(tmp_path, slow_rank, parallel):
+    output, lines = run(tmp_path, steps=26, slow_rank=slow_rank, parallel=parallel)
+    named = re.findall(r"step (\d+): rank (\d) is slow", output)
+    assert len(named) == 1, output[-2000:]
+    assert named[0][1] == str(slow_rank)
+    assert int(named[0][0]) <= 23  # the first step compiles, the waits are measured from the second one on
+    assert {line["slowest_rank"] for line in lines[20:]} == {slow_rank}
+
+
+def test_no_rank_of_equal_gpus_is_named(tmp_path):
+    output, lines = run(tmp_path, steps=60, slow_rank=-1, parallel={})
+    assert "is slow" not in output
+    ratios = [line["slowest_rank_ratio"] for line in lines if "slowest_rank_ratio" in line]
+    assert len(ratios) > 40
+    assert max(ratios) < 1.4, ratios
+
+
+def test_ranks_that_wait_for_each_other_in_blocks_are_not_compared(tmp_path):
+    output, lines = run(tmp_path, steps=26, slow_rank=1, parallel={"tp": 2})
+    assert "is slow" not in output
+    assert not any("slowest_rank" in line for line in lines)
