@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -66,12 +67,16 @@ class Verdict(NamedTuple):
         return RankStalledError(self.message) if stalled else RankFailedError(self.message)
 
 
-def diagnose(views: Sequence[RankView], limits: StallLimits) -> Verdict | None:
+def diagnose(views: Sequence[RankView], limits: StallLimits, ranks_per_stage: int | None = None) -> Verdict | None:
     """The ranks that died or make no progress; None while all do.
 
     Where several ranks make no progress, the others wait for one of them: a stopped process; else one that waits for no
     other rank; of several, which wait for the device, the one that has launched the fewest ops. If all wait for each
     other, they launched different collectives.
+
+    Args:
+        ranks_per_stage: neighbouring ranks of a pipeline stage, whose numbers of launched ops can be compared; None:
+            those of all ranks can.
     """
     posted = next((view.slot for view in views if view.slot.verdict), None)
     here = [view for view in views if view.slot.state not in ("absent", "done")]
@@ -83,26 +88,37 @@ def diagnose(views: Sequence[RankView], limits: StallLimits) -> Verdict | None:
     dead = [view for view in here if view.process.state == "dead"]
     if died := [view.slot.rank for view in dead if view.slot.state != "failed"]:
         return _verdict(views, RankFailedError.exit_code, died)
-    if stalled := _stalled([view for view in here if view.process.state != "dead"], limits):
+    if stalled := _stalled([view for view in here if view.process.state != "dead"], limits, ranks_per_stage):
         return _verdict(views, RankStalledError.exit_code, stalled)
     if dead:
         return _verdict(views, RankFailedError.exit_code, [view.slot.rank for view in dead])
     return None
 
 
-def _stalled(views: Sequence[RankView], limits: StallLimits) -> list[int]:
+def _stalled(views: Sequence[RankView], limits: StallLimits, ranks_per_stage: int | None) -> list[int]:
     idle = [view for view in views if view.slot.state != "failed"]
     late = [view for view in idle if view.idle_seconds >= limits.of(view) + _grace(view)]
     for state in ("stopped", "silent"):
         if found := [view.slot.rank for view in late if view.process.state == state]:
             return found
-    working = [view for view in late if not view.waits]
-    if working:
-        fewest = min(view.slot.sequence for view in working)
-        return [view.slot.rank for view in working if view.slot.sequence == fewest]
+    if working := [view for view in late if not view.waits]:
+        return [view.slot.rank for view in _behind(working, ranks_per_stage)]
     longest = max((limits.of(view) for view in idle), default=0.0)
     all_wait = idle and all(view.waits and view.idle_seconds >= longest for view in idle)
     return [view.slot.rank for view in idle] if all_wait else []
+
+
+def _behind(views: Sequence[RankView], ranks_per_stage: int | None) -> list[RankView]:
+    """The ranks that have launched fewer ops than others of their pipeline stage; else those in the earliest step."""
+    stages: defaultdict[int, list[RankView]] = defaultdict(list)
+    for view in views:
+        stages[view.slot.rank // ranks_per_stage if ranks_per_stage else 0].append(view)
+    behind = []
+    for stage in stages.values():
+        fewest, most = (choose(view.slot.sequence for view in stage) for choose in (min, max))
+        behind += [view for view in stage if view.slot.sequence == fewest < most]
+    earliest = min(view.slot.step for view in views)
+    return behind or [view for view in views if view.slot.step == earliest]
 
 
 def _grace(view: RankView) -> float:
@@ -125,6 +141,8 @@ def _verdict(views: Sequence[RankView], exit_code: int, ranks: Sequence[int]) ->
         )
     else:
         text = "; ".join(map(_describe_stall, named))
+        if len(named) > 1 and all(view.process.state == "running" for view in named):
+            text += ". Which of them the others wait for is not known: see their stacks"
         if others:
             text += ". " + "; ".join(f"rank {view.slot.rank} waits in {_describe_op(view)}" for view in others[:4])
     return Verdict(exit_code, tuple(ranks), text)

@@ -60,6 +60,7 @@ class Watchdog:
         report: receivers of the findings.
         ends: False where a stall is reported and does not end the process: a run of one process, in which nobody waits.
         exchange: source of the views of other hosts' ranks.
+        ranks_per_stage: as for `diagnose`.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Watchdog:
         *,
         ends: bool = True,
         exchange: HostExchange | None = None,
+        ranks_per_stage: int | None = None,
     ) -> None:
+        self._ranks_per_stage = ranks_per_stage
         self._heartbeat, self._rank, self._limits = heartbeat, rank, limits
         self._report, self._ends, self._exchange = report, ends, exchange
         self._stacks_path = stacks / f"rank-{rank}.txt"
@@ -124,7 +127,7 @@ class Watchdog:
             if self._exchange is not None:
                 views = self._exchange.merge(views)
             limits = self._limits._replace(hang=max(self._limits.hang, LEAST_STEPS * self.median_step_seconds))
-            if verdict := diagnose(views, limits):
+            if verdict := diagnose(views, limits, self._ranks_per_stage):
                 self._end(verdict)
             self._warn_of_stall(views)
         self._close_stacks()
@@ -144,7 +147,7 @@ class Watchdog:
         if not self._steps:
             return
         limit = max(LEAST_WARNING_SECONDS, WARNING_STEPS * self.median_step_seconds)
-        verdict = diagnose(views, StallLimits(limit, float("inf")))
+        verdict = diagnose(views, StallLimits(limit, float("inf")), self._ranks_per_stage)
         if verdict is None or verdict.exit_code != RankStalledError.exit_code:
             return
         stall = next(view.slot[:5] for view in views if view.slot.rank == verdict.ranks[0])

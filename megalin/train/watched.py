@@ -57,6 +57,7 @@ def watched(config: RunConfig, run: RunFolder, event_log: EventLog) -> Iterator[
         WatchdogReport(warn=lambda text: _log.warning("%s", text), end=lambda verdict: _write_end(event_log, verdict)),
         ends=world_size() > 1 or VARIABLE in os.environ,
         exchange=HostExchange(default_rendezvous().store, hosts, rank()) if len({*hosts}) > 1 else None,
+        ranks_per_stage=world_size() // config.parallel.pp,
     )
     own = VARIABLE not in os.environ
     try:

@@ -116,6 +116,25 @@ def test_diagnosis_names_the_ranks(row):
         assert re.search(expected[2], verdict.message), verdict.message
 
 
+@pytest.mark.parametrize(
+    ("launches", "steps", "named"),
+    [
+        ((20, 20, 9, 8), (3, 3, 3, 3), (3,)),
+        ((20, 19, 9, 8), (3, 3, 3, 3), (1, 3)),
+        ((20, 20, 9, 9), (3, 3, 3, 3), (0, 1, 2, 3)),
+        ((20, 20, 9, 9), (3, 3, 4, 4), (0, 1)),
+    ],
+)
+def test_launches_are_compared_within_a_pipeline_stage(launches, steps, named):
+    """Two stages of two ranks; the second one launches fewer ops in each step."""
+    views = [view(rank, idle=11, sequence=launches[rank]) for rank in range(4)]
+    views = [each._replace(slot=each.slot._replace(step=step)) for each, step in zip(views, steps, strict=True)]
+    verdict = diagnose(views, LIMITS, ranks_per_stage=2)
+    assert verdict is not None
+    assert verdict.ranks == named
+    assert ("Which of them the others wait for is not known" in verdict.message) == (len(named) > 1)
+
+
 def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
     create(tmp_path / "heartbeats", 1)
     file, report = HeartbeatFile.open(tmp_path / "heartbeats"), WatchdogReport(print, print)
