@@ -12,7 +12,7 @@ from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import preset_table
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.train.config_file import read_config, resolve
 from megalin.train.open_run import Steps
 

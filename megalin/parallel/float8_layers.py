@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalin.errors import ConfigError
-from megalin.ops.scaled_linear import ALIGNMENT, LOWEST_CAPABILITY, finite_or_inf, raise_to_magnitudes
+from megalin.ops.choices import ALIGNMENT
+from megalin.ops.scaled_linear import LOWEST_CAPABILITY, finite_or_inf, raise_to_magnitudes
 from megalin.parallel.collectives import all_reduce, wait_tensor
 from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -10,8 +10,8 @@ from megalin.model.base import Stage
 from megalin.model.language_model import LanguageModel
 from megalin.model.pipeline_stages import plan_stages
 from megalin.parallel.collectives import Axis
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.fake_mesh import LocalTensorParallel
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.block_traces import Trace, extrapolate, kinds, scaled_cost, trace_model, uses_async_tp
 from megalin.planner.hardware import Hardware
 from megalin.planner.memory import Memory, stage_memory

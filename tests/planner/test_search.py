@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.planner.block_traces import LossCost, Trace, scaled_cost
 from megalin.planner.estimate import Estimator
 from megalin.planner.graph_cost import COPY, CollectiveCost
