@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalin.errors import ConfigError
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers, open_async_tp_buffers
-from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.collectives import Axis, all_reduce, axis_of, covering_axes
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.heartbeats import Heartbeat, current
@@ -59,9 +59,9 @@ class Mesh:
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
         tp_mesh = self._root["tp"]
         self.data_group = open_group("data", self._root.mesh, -3, -2)
-        self.data = _axis("data", self.data_group)
+        self.data = axis_of("data", self.data_group)
         self.tp = tensor_parallel(
-            _axis("tp", tp_mesh.get_group()),
+            axis_of("tp", tp_mesh.get_group()),
             device_mesh=tp_mesh,
             sequence_parallel=config.sequence_parallel,
             buffers=_async_tp_buffers(config, device, tp_mesh.get_group(), self.launches),
@@ -72,7 +72,7 @@ class Mesh:
             self.device_mesh = self._root["replicate", "shard", "tp"]
             group = self._root["pp"].get_group()
             self.pp = pipeline_parallel(
-                _axis("pp", group),
+                axis_of("pp", group),
                 group=group,
                 stages_per_rank=config.pp_stages_per_rank,
                 launches=self.launches,
@@ -81,7 +81,7 @@ class Mesh:
         if config.cp > 1:
             # Weights are not sharded over cp: a mesh of its own divides the same data axis another way.
             sample_mesh = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
-            self.samples, cp = (_axis(name, sample_mesh[name].get_group()) for name in ("samples", "cp"))
+            self.samples, cp = (axis_of(name, sample_mesh[name].get_group()) for name in ("samples", "cp"))
         self.cp = context_parallel(cp, exchange=config.cp_exchange)
 
     @property
@@ -172,16 +172,3 @@ def _stage_mesh(config: ParallelConfig, device: torch.device, **sizes: int) -> D
     ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dims.values())
     groups = [open_group(name, ranks, dim) for dim, name in enumerate(dims)]
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(dims))
-
-
-def _axis(name: str, group: dist.ProcessGroup) -> Axis:
-    return Axis(name, group.size(), group.rank(), group.group_name)
-
-
-def covering_axes(mesh: DeviceMesh) -> list[Axis]:
-    """Axes over which successive reductions cover all ranks of a device mesh: one where these are all of the run, else
-    one a dimension."""
-    world = dist.group.WORLD
-    assert world is not None, mesh
-    groups = [world] if mesh.size() == world.size() else mesh.get_all_groups()
-    return [_axis("mesh", group) for group in groups]

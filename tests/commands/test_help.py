@@ -120,6 +120,14 @@ def test_config_is_shown_without_torch(argument: str):
     assert not {"torch", "numpy", "rich", "matplotlib"} & modules
 
 
+def test_models_are_counted_without_the_modules_of_a_run():
+    """torch itself is half of the two seconds that a count may take."""
+    modules = _modules_after("params", "tnl-3b")
+    assert {"torch", "megalin.layers.mixers.tnl"} <= modules
+    of_runs = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining")
+    assert not {*of_runs, "torch.distributed.checkpoint", "sympy", "matplotlib", "megalin.parallel.mesh"} & modules
+
+
 def test_choices_are_those_of_the_library():
     from megalin.commands.data.preprocess import TOKENIZERS
     from megalin.commands.eval import SUITES

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from megalin.layers.gates import MixerGates
 from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
-from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
-from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.parallel.tensor_parallel import TensorParallel, largest_magnitudes
 
 State = tuple[Tensor, ...]
 """The recurrent state or cache after the tokens so far, each tensor [B, ...]; empty for a mixer without one."""

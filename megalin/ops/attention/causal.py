@@ -28,6 +28,7 @@ from megalin.ops.attention.softmax import (
 )
 from megalin.ops.choices import AttentionBackend
 from megalin.ops.dispatch.backend import Choice, report_choice
+from megalin.ops.dispatch.compile_constants import assume_constant_result
 from megalin.ops.documents import UNPACKED, PackedDocuments
 
 _KERNELS: dict[AttentionBackend, tuple[FlashKernel, ...]] = {
@@ -82,7 +83,7 @@ def causal_attention(
     return softmax_attention(q, k, v, visible=visible_near(queries, length, ids, window=window, num_sinks=num_sinks))
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def kernel_for(
     backend: AttentionBackend, unpacked: bool, device: str, dtype: torch.dtype, head_dim: int
 ) -> FlashKernel | None:
