@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
+import itertools
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +24,9 @@ from megalin.structured_text import MAX_BYTES, MAX_DEPTH, parse_toml
 class Config(pydantic.BaseModel):
     """Base of every config: unknown keys are errors, values are never coerced between types, instances are frozen."""
 
+    # defer_build: the validator of a table is built with that of the run, or at its first use.
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), defer_build=True
     )
 
 
@@ -156,6 +162,35 @@ def _copy(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_copy(item) for item in value]
     return value
+
+
+def field_docstrings(cls: type[Config]) -> dict[str, str]:
+    """The docstrings of a config's fields, those of its bases included, by name.
+
+    Read from the source where they are printed. With pydantic's `use_attribute_docstrings` every command would parse
+    the source of every class.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Config):
+            found |= _docstrings_in(base.__module__).get(base.__qualname__, {})
+    return {name: text for name, text in found.items() if name in cls.model_fields}
+
+
+@functools.cache
+def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
+    """The texts below annotated names of a module's classes, by class and name."""
+    classes = [
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    ]
+    return {node.name: dict(_docstrings(node)) for node in classes}
+
+
+def _docstrings(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for statement, below in itertools.pairwise(node.body):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, inspect.cleandoc(text)
 
 
 def suggest(name: str, known: Sequence[str]) -> str:

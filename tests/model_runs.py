@@ -18,7 +18,8 @@ from torch import Tensor
 from megalin.checkpoint.index import DTYPES
 from megalin.checkpoint.load import load, newest
 from megalin.data.shards.indexed_dataset import ShardWriter
-from megalin.train.config import check_launch, load_run_config
+from megalin.train.config import load_run_config
+from megalin.train.launch_checks import check_launch
 from megalin.train.loop import TrainResult, train
 from megalin.train.step import LaunchedStep
 from megalin.train.tasks import TaskRunner

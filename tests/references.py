@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.layers.mixers.base import MixerConfig
+from megalin.layers.config import MixerConfig
 from megalin.model.config import ModelConfig
 from tests.recurrence_reference import recurrence
 

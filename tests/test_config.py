@@ -9,7 +9,7 @@ import pytest
 
 from megalin.config import Config, apply_overrides, dumps, parse, read_toml
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import mixer_types
+from megalin.layers.config import mixer_types
 from megalin.model.config import ModelConfig, parse_model
 from megalin.model.presets import load_preset, preset_names
 from tests.cases import CASES, HYBRID, NAMES

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megalin.errors import MegalinError, RankStalledError
 from megalin.parallel.collectives import all_reduce
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import init_default_group, process_group
 from megalin.parallel.rank_failures import Rendezvous, report_failed_ranks
 from tests.ranks import RankFailedError, run_ranks

@@ -5,20 +5,18 @@ python tools/config_reference.py > docs/configuration.md
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import megalin.train.config as run
-from megalin.config import Config
-from megalin.data.config import ClassificationConfig, PhaseConfig, SourceConfig
-from megalin.data.masking import MaskingConfig
-from megalin.layers.mixers.base import MixerConfig, mixer_types
-from megalin.layers.mixers.softmax import RopeScalingConfig
+from megalin.config import Config, field_docstrings
+from megalin.data.config import ClassificationConfig, MaskingConfig, PhaseConfig, SourceConfig
+from megalin.layers.config import MixerConfig, config_class, mixer_types
+from megalin.layers.mixer_configs.softmax import RopeScalingConfig
 from megalin.model.config import BlockConfig, EncoderConfig, ModelConfig
-from megalin.train.loss_scale import LossScaleConfig
+from megalin.train.precision import LossScaleConfig
 
 HEAD = """\
 # Configuration
@@ -85,10 +83,10 @@ def table(cls: type[Config], leave_out: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the table of a class's own values; nested tables have their own sections."""
     yield "| key | value | default | meaning |"
     yield "| --- | --- | --- | --- |"
-    properties = cls.model_json_schema()["properties"]
-    for name, field in cls.model_fields.items():
+    properties, docstrings = cls.model_json_schema()["properties"], field_docstrings(cls)
+    for name in cls.model_fields:
         if name not in leave_out:
-            meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+            meaning = " ".join(docstrings.get(name, "").split()).replace("|", "\\|")
             yield f"| `{name}` | {kind(properties[name])} | {default(cls, name)} | {meaning} |"
 
 
@@ -111,7 +109,7 @@ def reference() -> str:
             parts.append(section("`sublayers` of `[[model.layers]]`", MixerConfig, head=MIXER_HEAD))
             common = tuple(MixerConfig.model_fields)
             for mixer in mixer_types():
-                config = importlib.import_module(f"megalin.layers.mixers.{mixer}").CONFIG
+                config = config_class(mixer)
                 parts.append(section(f'`sublayers` with `type = "{mixer}"`', config, leave_out=common))
                 if mixer == "softmax":
                     parts.append(section("`rope_scaling` of softmax attention", RopeScalingConfig))

@@ -26,8 +26,10 @@ from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError, DataError, MegalinError
 from megalin.model.build import Model
 from megalin.model.config import EncoderConfig
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.optim.config import OptimizerConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import build_model
 from megalin.train.open_run import open_run

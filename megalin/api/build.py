@@ -19,8 +19,8 @@ from megalin.model.language_model import LanguageModel
 from megalin.model.presets import preset_families, preset_names
 from megalin.parallel.initialisation import init_weights
 from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.config_file import CONFIG_NAME
 from megalin.train.open_run import open_run
-from megalin.train.run_folder import CONFIG_NAME
 
 
 def presets(family: str | None = None) -> list[str]:

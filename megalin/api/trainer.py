@@ -17,8 +17,9 @@ from megalin.parallel.agreement import distributed
 from megalin.parallel.mesh import check_device
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.planner.check import DeviceType, check_memory
-from megalin.train.config import RunConfig, check_launch
+from megalin.train.config import RunConfig
 from megalin.train.hardware import device_memory_bytes
+from megalin.train.launch_checks import check_launch
 from megalin.train.loop import TrainResult, train
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.watched import collective_timeout

@@ -6,15 +6,17 @@ import argparse
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import preset_table
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.train.config_file import read_config, resolve
-from megalin.train.open_run import Steps
+
+if TYPE_CHECKING:
+    from megalin.train.open_run import Steps
 
 
 def steps_option(arguments: argparse.Namespace) -> Steps:

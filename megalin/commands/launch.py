@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         from megalin.commands import train
         from megalin.launcher.launcher import launch
         from megalin.parallel.diagnosis import StallLimits
-        from megalin.train.config import check_launch, load_run_config
+        from megalin.train.config import load_run_config
+        from megalin.train.launch_checks import check_launch
 
         config = load_run_config(arguments.config, arguments.overrides)
         check_launch(config, world_size)

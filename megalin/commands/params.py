@@ -13,9 +13,8 @@ from rich.table import Column, Table
 
 from megalin.commands.base import read_values
 from megalin.errors import ConfigError
-from megalin.model.build import make_model
 from megalin.model.config import parse_model
-from megalin.model.counts import Counts, count
+from megalin.model.counts import Counts, count_config
 from megalin.model.presets import load_preset, preset_families, preset_names
 from megalin.terminal_output import terminal
 
@@ -40,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     values = read_values(arguments.model, arguments.overrides, keys=["model.*"])
     length = length or _length_of(values) or DEFAULT_LENGTH
-    counted = count(make_model(parse_model(values["model"], arguments.model)), length)
+    counted = count_config(parse_model(values["model"], arguments.model), length)
     if arguments.json:
         print(json.dumps(_object(arguments.model, counted, length)))
         return 0
@@ -71,7 +70,7 @@ def _object(name: str, counted: Counts, length: int) -> dict[str, Any]:
 def _print_presets(length: int, *, as_json: bool) -> None:
     """Prints all presets, family by family, counted as one model is."""
     found = [
-        (family, preset, count(make_model(preset.model), length))
+        (family, preset, count_config(preset.model, length))
         for family, names in preset_families().items()
         for preset in map(load_preset, names)
     ]

@@ -20,8 +20,8 @@ from megalin.config import read_toml
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import check_capability
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import GPUS_PER_HOST, Hardware, hardware_named
 from megalin.planner.longest import LongestPlan, longest_sequences

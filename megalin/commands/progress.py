@@ -15,8 +15,10 @@ from megalin.terminal_output import terminal
 
 Report = Callable[[str, int, int | None], None]
 """Called with the name of a piece of work, the number of its finished parts, and of all if it is known."""
+_FIRST_LINE_SECONDS = 2.0
+"""Time without a line where standard error is not a terminal."""
 _LINE_SECONDS = 10.0
-"""Least time between two lines where standard error is not a terminal."""
+"""Least time between two lines there."""
 
 
 @contextmanager
@@ -46,13 +48,13 @@ def _silent(_name: str, _done: int, _total: int | None) -> None:
 
 
 def _lines(clock: Callable[[], float] = time.monotonic) -> Report:
-    """A function that prints progress as lines, none in the first _LINE_SECONDS."""
-    last = clock()
+    """A function that prints progress as lines, none in the first _FIRST_LINE_SECONDS."""
+    next_line = clock() + _FIRST_LINE_SECONDS
 
     def report(name: str, done: int, total: int | None) -> None:
-        nonlocal last
-        if clock() - last >= _LINE_SECONDS:
-            last = clock()
+        nonlocal next_line
+        if clock() >= next_line:
+            next_line = clock() + _LINE_SECONDS
             print(f"{name}: {done}" + ("" if total is None else f" of {total}"), file=sys.stderr, flush=True)
 
     return report

@@ -12,7 +12,8 @@ from megalin.config import Config, parse
 from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import ModelField
-from megalin.parallel.mesh import ParallelConfig, check_device, check_world_size
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import check_device, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
 from megalin.verify.case import Case, check_full_size, make_case

@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Self
 import pydantic
 
 from megalin.config import Config, suggest
-from megalin.data.masking import FRAME_TOKENS, SMALLEST_LENGTH, MaskingConfig
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
@@ -17,6 +16,12 @@ ONLY_SOURCE = "train"
 """Name of the source made of `data.train`."""
 DEFAULT_CACHE = "cache"
 
+FRAME_TOKENS = 3
+"""[CLS] before segment A, [SEP] after it and after segment B."""
+SMALLEST_LENGTH = FRAME_TOKENS + 3
+"""Least tokens of a sample: with three of text, the equal pieces of a document have at least two tokens."""
+
+TokenId = Annotated[int, pydantic.Field(ge=0)]
 SamplingWeight = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
@@ -39,6 +44,40 @@ class PhaseConfig(Config):
     """Finished steps after which these weights apply; rising from phase to phase."""
     weights: dict[str, SamplingWeight]
     """Weight of each source by its name, in any unit; a source that is left out is not sampled."""
+
+
+class MaskingConfig(Config):
+    """Samples of masked tokens and sentence pairs: [CLS] A [SEP] B [SEP] and padding."""
+
+    cls_token: TokenId | str = "[CLS]"
+    """First token of a sample: id, or name in the tokenizer."""
+    sep_token: TokenId | str = "[SEP]"
+    """Token after each segment, likewise."""
+    mask_token: TokenId | str = "[MASK]"
+    """Token in place of a masked one, likewise."""
+    pad_token: TokenId | str = "[PAD]"
+    """Token after the end of a sample, likewise."""
+    predicted_share: float = pydantic.Field(default=0.15, gt=0, le=1)
+    """Fraction of a sample's text tokens that are predicted; at least one token, at most max_predictions."""
+    max_predictions: int = pydantic.Field(ge=1)
+    """Most predictions per sample; memory and compute of the head are those of this number in every sample."""
+    mask_share: float = pydantic.Field(default=0.8, ge=0, le=1)
+    """Probability that a predicted token is replaced by the mask token."""
+    random_share: float = pydantic.Field(default=0.1, ge=0, le=1)
+    """Probability that it is replaced by a random token instead; otherwise it stays unchanged."""
+    other_document_share: float = pydantic.Field(default=0.5, ge=0, le=1)
+    """Probability that segment B comes from another document (next-sentence label 1) and does not follow A (0)."""
+    copies: int = pydantic.Field(default=10, ge=1)
+    """Samples of each piece of text per epoch, each cut and masked differently; one in validation."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        if self.mask_share + self.random_share > 1.0:
+            raise ValueError(
+                f"mask_share = {self.mask_share} and random_share = {self.random_share} add up to more than 1; "
+                "lower one of them"
+            )
+        return self
 
 
 class ClassificationConfig(Config):

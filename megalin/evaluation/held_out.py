@@ -14,7 +14,8 @@ from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
 from megalin.errors import ConfigError
 from megalin.model.build import check_divisions
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
 from megalin.train.validation import AnyEvaluation, bytes_per_token, evaluate

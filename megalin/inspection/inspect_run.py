@@ -24,7 +24,8 @@ from megalin.inspection.statistics import NUM_BINS, GateStatistics, LayerGates
 from megalin.launch import launched
 from megalin.layers.mixers.base import Mixer
 from megalin.model.build import Model
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.build import COMPUTE_DTYPES, build_model
 from megalin.train.config import RunConfig

@@ -15,7 +15,8 @@ from megalin.model.config import ModelConfig
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import Hardware
 from megalin.planner.workload import layout_of, workload_of
-from megalin.train.config import RunConfig, check_launch
+from megalin.train.config import RunConfig
+from megalin.train.launch_checks import check_launch
 
 SEARCH = "search"
 """Folder of the runs that search the rates."""

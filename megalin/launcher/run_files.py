@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megalin.errors import StorageError
 from megalin.parallel.heartbeats import HeartbeatFile, create
+from megalin.train.config_file import CONFIG_NAME
 from megalin.train.jsonl import JsonLines
-from megalin.train.run_folder import CONFIG_NAME
 
 HEARTBEATS_NAME = "heartbeats"
 OUTPUT_NAME = "ranks.log"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,6 @@ from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerO
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.embedding import ReplicatedEmbedding
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel
-
-AbsolutePositionsKind = Literal["none", "sinusoidal", "learned"]
 
 
 def sinusoidal_positions(positions: Tensor, x: Tensor, tp: TensorParallel) -> Tensor:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-DecayTable = Literal["alibi", "paper", "alibi_no_temperature", "no_temperature"]
-"""alibi: the released checkpoints' table. paper: TransNormerLLM eq. 2. Both without their layer factor, the decay
-temperature, in alibi_no_temperature and no_temperature."""
-SlopeTable = Literal[DecayTable, "retnet"]
-"""retnet: the decays 1 - 2^(-5 - h) of RetNet."""
-DecayKind = Literal[DecayTable, "none"]
-"""none: a plain sum over earlier tokens."""
+from megalin.layers.choices import SlopeTable
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
-import pydantic
 import torch
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
-from megalin.layers.absolute_positions import AbsolutePositions, AbsolutePositionsKind
-from megalin.layers.decay import DecayTable, decay_slopes
+from megalin.layers.absolute_positions import AbsolutePositions
+from megalin.layers.choices import DecayTable
+from megalin.layers.decay import decay_slopes
 from megalin.layers.gates import MixerGates
+from megalin.layers.linear_attention_config import LinearAttentionConfig, LowRankGatedConfig, PositionedAttentionConfig
 from megalin.layers.lrpe_segments import LRPESegments
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
-from megalin.layers.norms import HeadNormKind, SRMSNorm, build_norm
-from megalin.layers.positions import LRPEFrequencies, LRPEKind, key_dim
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
+from megalin.layers.norms import SRMSNorm, build_norm
+from megalin.layers.positions import LRPEFrequencies, key_dim
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
-from megalin.ops.positions.activated_lrpe import QueryKeyActivation, activated_lrpe
+from megalin.ops.positions.activated_lrpe import activated_lrpe
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
 from megalin.ops.scans.transition import DiagonalDecay
@@ -39,36 +40,6 @@ class Projections(NamedTuple):
     """[B, T, H/tp, V]."""
     gate: Tensor | None
     """[B, T, D/tp]; None without an output gate."""
-
-
-class LinearAttentionConfig(MixerConfig):
-    """Base of these mixers' configs."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    num_heads: int = pydantic.Field(gt=0)
-    """Heads; must divide the hidden size, and be divided by parallel.tp."""
-    lrpe: LRPEKind | None = None
-    """Learnable relative positions on queries and keys; left out: none."""
-    activation: QueryKeyActivation = "silu"
-    """Applied to queries and keys. none: the identity. 1+elu: 1 + elu(x), positive (TransNormerLLM Table 6). Only silu
-    is fused with the positions and in decoding."""
-    output_norm: HeadNormKind = "srmsnorm"
-    """Norm of all heads' outputs together, before the gate."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
-    """Tokens a chunk of the scan; a segment of LRPE has twice as many. Changes the result by rounding alone."""
-
-    @pydantic.model_validator(mode="after")
-    def _keys_agree(self) -> Self:
-        if problems := self.contradictions():
-            raise ValueError("\n".join(problems))
-        return self
-
-    def contradictions(self) -> list[str]:
-        """A line for each key that has no meaning with another; subclasses append theirs."""
-        return []
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
 
 
 class LinearAttention(Mixer):
@@ -109,6 +80,13 @@ class LinearAttention(Mixer):
         )
         slopes = None if decay is None else torch.empty(self.local_heads, device="meta")
         self.register_buffer("slopes", slopes, persistent=False)
+
+    @classmethod
+    def input_layer(cls, config: Any, scope: BuildContext) -> Mixer | None:
+        """The absolute positions of a mixer that can add them."""
+        if not isinstance(config, PositionedAttentionConfig) or config.absolute_positions == "none":
+            return None
+        return AbsolutePositions(config.max_positions, scope)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T or T/tp, D] -> q | k | v of this rank's heads, concatenated [B, T, 3 D/tp], and the
@@ -233,58 +211,6 @@ class LinearAttention(Mixer):
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         return [(self.local_heads, self.key_dim, self.head_dim)]
-
-
-class PositionedAttentionConfig(LinearAttentionConfig):
-    """Base of the configs of mixers that can add absolute positions to the model's input."""
-
-    absolute_positions: AbsolutePositionsKind = "none"
-    """Positions added to the embedded tokens, once a model, by the first sub-layer of this type that has them (APE,
-    TransNormerLLM Table 3). sinusoidal: sines and cosines. learned: a table of max_positions rows. Positions run on
-    over packed documents."""
-    max_positions: int | None = pydantic.Field(default=None, gt=0)
-    """Longest sequence with learned positions, in tokens: rows of their table. Required with them."""
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        if self.absolute_positions == "learned" and self.max_positions is None:
-            problems.append(
-                'absolute_positions = "learned" needs max_positions, the longest sequence in tokens; give it'
-            )
-        if self.absolute_positions != "learned" and self.max_positions is not None:
-            problems.append(
-                f'max_positions = {self.max_positions} has no meaning without absolute_positions = "learned"; leave '
-                "it out"
-            )
-        return problems
-
-    def input_layer(self, scope: BuildContext) -> Mixer | None:
-        if self.absolute_positions == "none":
-            return None
-        return AbsolutePositions(self.max_positions, scope)
-
-
-class LowRankGatedConfig(LinearAttentionConfig):
-    """Base of the configs of mixers with a low-rank output gate."""
-
-    gate: Literal["low_rank", "none"] = "low_rank"
-    """Output gate. low_rank: sigmoid(x W_down W_up) of rank D / H. none: the normed output alone (TransNormerLLM
-    Table 5, there with a linear gate)."""
-    gate_input: Literal["normed", "residual"] = "normed"
-    """Input of the gate. normed: the sub-layer's normed input, as in the public TNL module. residual: its input before
-    that norm, as the scaling-laws paper prints it (eq. 9 and 17)."""
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        if self.gate == "none" and self.gate_input == "residual":
-            problems.append(
-                'gate_input = "residual" has no meaning with gate = "none"; leave it out, or use gate = "low_rank"'
-            )
-        return problems
-
-    @property
-    def norms_input(self) -> bool:
-        return self.gate_input == "residual"
 
 
 class LowRankGatedAttention(LinearAttention):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.choices import LRPEForm
 from megalin.ops.positions.lrpe_states import enter_segments, move_origin
-from megalin.ops.positions.silu_lrpe import LRPEForm
 from megalin.ops.scans.states import decay_state
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor, nn
 
+from megalin.layers.choices import NormKind
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.norms.layer_norm import layer_norm
 from megalin.ops.norms.max_norm import max_norm, mean_magnitude_norm
@@ -13,14 +12,6 @@ from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.srmsnorm import srmsnorm
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
-
-HeadNormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
-"""srmsnorm: no parameters. rmsnorm: a weight. layernorm: a weight and a bias, centred. These three also normalize the
-outputs of sharded heads (`NormedRowParallelLinear`)."""
-
-NormKind = Literal["srmsnorm", "rmsnorm", "layernorm", "maxnorm", "uncentered_layernorm"]
-"""`HeadNormKind`, and DANet's norms. maxnorm: divides by the largest magnitude, no parameters. uncentered_layernorm:
-divides by the mean magnitude, a weight."""
 
 
 class SRMSNorm(nn.Module):

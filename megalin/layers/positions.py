@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from megalin.layers.mixers.base import FullPrecision
-from megalin.ops.positions.silu_lrpe import LRPEForm
+from megalin.ops.choices import LRPEForm
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.tensor_parallel import TensorParallel, local
-
-LRPEKind = LRPEForm
 
 
 class LRPEFrequencies(FullPrecision):
@@ -20,7 +18,7 @@ class LRPEFrequencies(FullPrecision):
     holds the highest.
     """
 
-    def __init__(self, kind: LRPEKind, num_heads: int, head_dim: int, *, tp: TensorParallel) -> None:
+    def __init__(self, kind: LRPEForm, num_heads: int, head_dim: int, *, tp: TensorParallel) -> None:
         super().__init__()
         self.width = num_heads * head_dim
         self.theta = tp.parameter(num_heads, head_dim if kind == "cosine" else head_dim // 2, shard_dim=0)
@@ -35,6 +33,6 @@ class LRPEFrequencies(FullPrecision):
         return (local(self.theta).clone(),)
 
 
-def key_dim(kind: LRPEKind | None, head_dim: int) -> int:
+def key_dim(kind: LRPEForm | None, head_dim: int) -> int:
     """Features of a head's queries and keys after LRPE."""
     return 2 * head_dim if kind == "cosine" else head_dim

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalin.layers.choices import DecayGateForm
 from megalin.layers.decay import draw_step_bias
 from megalin.layers.mixers.base import FullPrecision
+from megalin.ops.choices import TiedGate
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
-from megalin.ops.gates.decay_gates import DecayForm, TiedGate, decay_gates
+from megalin.ops.gates.decay_gates import decay_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
-
-DecayGateForm = Literal[DecayForm, "tempered"]
-"""tempered: A = exp(-softplus(g) sigmoid(t)) with keys normed and scaled by softplus(g)^sigmoid(t) (Rodimus)."""
 
 
 class GateSizes(NamedTuple):

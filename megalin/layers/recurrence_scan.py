@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megalin.layers.choices import DecaySide, RecurrenceDecay
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.driver import ScanOutput
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
@@ -20,9 +21,6 @@ from megalin.ops.scans.two_sided_decay import two_sided_scan, two_sided_step
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.ops.scans.vector_decay_step import vector_decay_step
 
-RecurrenceDecay = Literal["none", "fixed", "scalar", "vector"]
-"""none: a plain sum. fixed: a constant a head. scalar: a number a token and head. vector: a number a token and key."""
-DecaySide = Literal["keys", "values", "both"]
 _WIDEST: dict[RecurrenceDecay, int | None] = {
     "none": MAX_WIDTH,
     "fixed": MAX_WIDTH,

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalin.errors import ConfigError
+from megalin.layers.config import MixerConfig
 from megalin.layers.dropout import apply_dropout, dropout_at, output_site
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, SequenceContext, State
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, SequenceContext, State
 from megalin.layers.norms import build_norm
 from megalin.model.config import BlockConfig
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from megalin.config import Config, NestedConfigError, parse, problems
-from megalin.layers.linear_attention import PositionedAttentionConfig
-from megalin.layers.mixers.base import SublayerConfig
-from megalin.layers.norms import NormKind
+from megalin.layers.choices import NormKind
+from megalin.layers.config import SublayerConfig
+from megalin.layers.linear_attention_config import PositionedAttentionConfig
 
 MAX_BLOCKS = 10_000
 """Largest number of blocks of a model; every one is a module of each rank's plan."""

@@ -124,30 +124,46 @@ def plan_stages(config: AnyModelConfig, num_stages: int, *, num_ranks: int, leng
             'model.kind = "encoder": an encoder cannot be partitioned into stages (its heads need the embedding and '
             "the pooled first token); use parallel.pp = 1 and more tp, cp or data parallelism"
         )
-    blocks = [block.sublayers for _, block in config.blocks()]
-    places = [(layer, index) for layer, sublayers in enumerate(blocks) for index in range(len(sublayers))]
-    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual != "two_hop"]
-    if num_stages > len(ends):
-        raise ConfigError(_too_many_stages(num_ranks, num_stages // num_ranks, len(ends)))
     whole = LanguageModel(config)
-    costs = [mixer.flops(length) for mixer in whole.mixers()]
-    head = whole.forward_flops(length) - whole.stack_flops(length)
-    costs[0] += round(_EMBEDDING_COST * head) + sum(mixer.flops(length) for mixer in whole.input_mixers())
-    costs[-1] += head
-    runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
-    run_costs = [sum(costs[run.start : run.stop]) for run in runs]
-    if num_stages == num_ranks:
-        cut = cut_evenly(run_costs, num_stages)
-    else:
-        cut = cut_for_interleaving(run_costs, num_stages, num_ranks=num_ranks)
-    sublayers = [range(runs[part.start].start, runs[part.stop - 1].stop) for part in cut]
+    sublayers, costs = cut_stages(whole, num_stages, num_ranks=num_ranks, length=length), _costs(whole, length)
     holders: dict[str, list[int]] = {}
     for number, part in enumerate(sublayers):
         stage = Stage(number, num_stages, part)
         for name, _ in LanguageModel(config, stage=stage).named_parameters():
             holders.setdefault(name, []).append(number)
     shared = {name: stages for name, stages in sorted(holders.items()) if len(stages) > 1}
-    return StagePlan(sublayers, places, [sum(costs[part.start : part.stop]) for part in sublayers], shared)
+    return StagePlan(sublayers, _places(config), [sum(costs[part.start : part.stop]) for part in sublayers], shared)
+
+
+def cut_stages(whole: LanguageModel, num_stages: int, *, num_ranks: int, length: int) -> list[range]:
+    """The sub-layers of each stage of `plan_stages`. Raises ConfigError for more stages than places to cut."""
+    blocks = [block.sublayers for _, block in whole.config.blocks()]
+    places = _places(whole.config)
+    ends = [end for end, (layer, index) in enumerate(places, 1) if blocks[layer][index].residual != "two_hop"]
+    if num_stages > len(ends):
+        raise ConfigError(_too_many_stages(num_ranks, num_stages // num_ranks, len(ends)))
+    costs = _costs(whole, length)
+    runs = [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+    run_costs = [sum(costs[run.start : run.stop]) for run in runs]
+    if num_stages == num_ranks:
+        cut = cut_evenly(run_costs, num_stages)
+    else:
+        cut = cut_for_interleaving(run_costs, num_stages, num_ranks=num_ranks)
+    return [range(runs[part.start].start, runs[part.stop - 1].stop) for part in cut]
+
+
+def _places(config: ModelConfig) -> list[tuple[int, int]]:
+    """Block and index in it of each sub-layer."""
+    return [(layer, index) for layer, (_, block) in enumerate(config.blocks()) for index in range(len(block.sublayers))]
+
+
+def _costs(whole: LanguageModel, length: int) -> list[int]:
+    """Cost of each sub-layer, with embedding and head in those of the first and the last."""
+    costs = [mixer.flops(length) for mixer in whole.mixers()]
+    head = whole.forward_flops(length) - whole.stack_flops(length)
+    costs[0] += round(_EMBEDDING_COST * head) + sum(mixer.flops(length) for mixer in whole.input_mixers())
+    costs[-1] += head
+    return costs
 
 
 def _too_many_stages(num_ranks: int, stages_a_rank: int, most: int) -> str:

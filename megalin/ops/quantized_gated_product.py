@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import OperandError
+from megalin.ops.choices import Activation
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import BOUND, sample
-from megalin.ops.gates.gated_product import Activation, gated_product_reference
+from megalin.ops.gates.gated_product import gated_product_reference
 from megalin.ops.scaled_linear import CODE_DTYPE, ScaledRows, quantize_rows_reference, row_magnitudes
 
 OP = "quantized_gated_product"

@@ -27,8 +27,6 @@ OP = "quantize_rows"
 CODE_DTYPE = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
 """Largest finite e4m3 number, 1.75 * 2^8."""
-ALIGNMENT = 16
-"""FP8 matmuls of a GPU need inner and output sizes that are multiples of this."""
 LOWEST_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply FP8 numbers."""
 

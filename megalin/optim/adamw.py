@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-import pydantic
 import torch
 from torch import Tensor, nn
 
-from megalin.config import Config
+from megalin.optim.config import OptimizerConfig
 from megalin.parallel.tensor_parallel import local
 
 _STOP = "stop_updates"
 """Attribute of an optimizer, [] fp32: 1 after a step that was not sound."""
-
-_Beta = Annotated[float, pydantic.Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
-
-
-class OptimizerConfig(Config):
-    """AdamW: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, w -= lr (m^ / (sqrt(v^) + eps) + weight_decay w)."""
-
-    lr: float = pydantic.Field(gt=0.0, allow_inf_nan=False)
-    """Peak learning rate; the schedule scales it."""
-
-    betas: list[_Beta] = pydantic.Field(default=[0.9, 0.95], min_length=2, max_length=2)
-    """Decay per step of the first and the second moment."""
-
-    eps: float = pydantic.Field(default=1e-8, gt=0.0, allow_inf_nan=False)
-    """Added to the square root of the second moment."""
-
-    weight_decay: float = pydantic.Field(default=0.1, ge=0.0, allow_inf_nan=False)
-    """Decoupled decay per step and unit of learning rate; norm weights, biases and the like do not decay."""
-
-    max_grad_norm: float | None = pydantic.Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Largest global gradient norm: gradients above it are scaled down to it; absent: no clipping."""
 
 
 class _LocalAdamW(torch.optim.AdamW):

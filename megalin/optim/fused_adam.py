@@ -10,7 +10,8 @@ from torch import nn
 
 from megalin.ops.dispatch import apex, backend
 from megalin.ops.dispatch.backend import Compiled
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, parameter_groups
+from megalin.optim.adamw import build_optimizer, parameter_groups
+from megalin.optim.config import OptimizerConfig
 
 _BOUND = 1e-5
 """Largest relative error in the self-test: above fp32 rounding over a few steps, far below another update rule."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,8 +25,6 @@ from megalin.ops.dispatch.custom_op import custom_op
 from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.symmetric_memory import OpenMemory, open_symmetric_memory
-
-TPOverlapName = Literal["auto", "symmetric_memory", "none"]
 
 SHORT_MATMUL = 4096
 """A matmul over fewer channels than this takes about as long as the copy of its result (H200: 2048 channels), so the

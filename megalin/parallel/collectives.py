@@ -14,9 +14,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
 
 from megalin.parallel.heartbeats import current
 
@@ -251,3 +253,17 @@ def reduce_scatter_to_axis(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 def all_to_all_over_axis(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
     """All-to-all that shards `split_dim` and gathers `concat_dim` forward, the inverse for the gradient backward."""
     return x if axis.size == 1 else _AllToAll.apply(x, axis, split_dim, concat_dim)
+
+
+def axis_of(name: str, group: dist.ProcessGroup) -> Axis:
+    """The axis of a process group, from this rank's view."""
+    return Axis(name, group.size(), group.rank(), group.group_name)
+
+
+def covering_axes(mesh: DeviceMesh) -> list[Axis]:
+    """Axes over which successive reductions cover all ranks of a device mesh: one where these are all of the run, else
+    one a dimension."""
+    world = dist.group.WORLD
+    assert world is not None, mesh
+    groups = [world] if mesh.size() == world.size() else mesh.get_all_groups()
+    return [axis_of("mesh", group) for group in groups]

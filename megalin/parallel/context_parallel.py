@@ -10,7 +10,7 @@ of the shard, and enters the ranks whose first token continues that document.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from megalin.parallel.collectives import (
     reduce_from_axis,
     reduce_scatter_to_axis,
 )
+from megalin.parallel.config import ExchangeName
 from megalin.parallel.state_passing import all_gather_states, ring_states
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel
-
-ExchangeName = Literal["auto", "all_gather", "ring"]
 
 
 class FullSequenceInfo(NamedTuple):

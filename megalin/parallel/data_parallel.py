@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from megalin.parallel.collectives import SYNCHRONOUS_DEVICES, all_reduce
+from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
 from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.heartbeats import current
-from megalin.parallel.mesh import Mesh, covering_axes
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
 
 
@@ -147,27 +147,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@torch.no_grad()
-def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
-    """max |w| of each full weight, [len(weights)] on every rank in at least fp32: one all-reduce for all, or one for
-    each axis of a stage.
-
-    Weights are plain, unsharded tensors, or shards over one axis or mesh, the same for all of them. A collective.
-    """
-    if not weights:
-        return torch.zeros(0)
-    shards = [local(weight) for weight in weights]
-    # A rank's shard of a weight that data parallelism divides unevenly may be empty.
-    largest = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in shards])
-    largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
-    meshes = {weight.device_mesh if isinstance(weight, DTensor) else None for weight in weights}
-    assert len(meshes) == 1, meshes
-    mesh = meshes.pop()
-    for axis in [] if mesh is None else covering_axes(mesh):
-        largest = all_reduce(largest, axis, operation="max")
-    return largest
 
 
 def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:

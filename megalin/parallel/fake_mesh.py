@@ -14,7 +14,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
 from megalin.parallel.async_tensor_parallel import AsyncTPBuffers
 from megalin.parallel.collectives import COLLECTIVE_TIMEOUT
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.symmetric_memory import OpenMemory
 from megalin.parallel.tensor_parallel import TensorParallel
 

@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megalin.errors import ConfigError
-from megalin.ops.scaled_linear import ALIGNMENT, LOWEST_CAPABILITY, finite_or_inf, raise_to_magnitudes
-from megalin.parallel.collectives import all_reduce, wait_tensor
+from megalin.ops.choices import ALIGNMENT
+from megalin.ops.scaled_linear import LOWEST_CAPABILITY, finite_or_inf, raise_to_magnitudes
+from megalin.parallel.collectives import all_reduce, covering_axes, wait_tensor
 from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalin.parallel.mesh import covering_axes
-from megalin.parallel.tensor_parallel import local
+from megalin.parallel.tensor_parallel import is_dtensor, local
 
 MIN_WIDTH = 256
 """Input and output width from which a linear layer multiplies in FP8; below, its casts take as long as FP8 saves."""
@@ -115,7 +114,7 @@ def update_weight_magnitudes(model: nn.Module) -> None:
     for linear in linears:
         _write_own_magnitudes(linear, next(vectors), next(vectors))
     largest = finite_or_inf(largest)
-    for axis in covering_axes(weight.device_mesh) if isinstance(weight, DTensor) else []:
+    for axis in covering_axes(weight.device_mesh) if is_dtensor(weight) else []:
         largest = all_reduce(largest, axis, operation="max")
     vectors = iter(wait_tensor(largest).split(sizes))
     own = [vector for linear in linears for vector in _own_slices(linear, next(vectors), next(vectors))]
@@ -197,7 +196,7 @@ def _shard_start(linear: Linear) -> list[int]:
     shape[1] //= linear.tp.size
     start = [0] * len(shape)
     start[1] = linear.tp.axis.rank * shape[1]
-    if isinstance(weight, DTensor) and "shard" in (names := weight.device_mesh.mesh_dim_names or ()):
+    if is_dtensor(weight) and "shard" in (names := weight.device_mesh.mesh_dim_names or ()):
         rank, ranks = weight.device_mesh.get_local_rank("shard"), weight.device_mesh.size(names.index("shard"))
         for dim, (size, found) in enumerate(zip(shape, local(weight).shape, strict=True)):
             if found != size:

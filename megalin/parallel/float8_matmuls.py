@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalin.ops.gates.gated_product import Activation, gated_product
+from megalin.ops.choices import Activation
+from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.quantized_gated_product import (
     fuses_gated_product,
     quantized_gated_product,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.ops.choices import Activation
 from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
-from megalin.ops.gates.gated_product import Activation, gated_product
+from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
 from megalin.ops.scaled_linear import ScaledRows

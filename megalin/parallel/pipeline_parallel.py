@@ -9,7 +9,7 @@ are summed over its holders after the last micro-batch, it counts once in the no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import Axis, all_reduce
+from megalin.parallel.config import PPTransferName, ScheduleName
 from megalin.parallel.heartbeats import Heartbeat, current
 from megalin.parallel.p2p_copies import P2PChannels, open_channels
 from megalin.parallel.process_group import open_groups
 from megalin.parallel.rank_failures import default_rendezvous
 from megalin.parallel.tensor_parallel import local
-
-ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
-PPTransferName = Literal["auto", "symmetric_memory", "p2p"]
 
 LOSS_DTYPE = torch.float64
 """Dtype of the loss sum that the last stage returns."""

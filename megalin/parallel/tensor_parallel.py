@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from megalin.errors import ConfigError
 from megalin.ops.decoding.few_rows import few_row_linear
@@ -22,12 +22,16 @@ from megalin.parallel.collectives import (
     Axis,
     all_reduce,
     copy_to_axis,
+    covering_axes,
     gather_from_axis,
     local_slice,
     reduce_from_axis,
     reduce_scatter_to_axis,
     wait_tensor,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 TOKENS = 1
 """The dimension of [B, T, ...] along which context and sequence parallelism shard."""
@@ -179,14 +183,7 @@ class TensorParallel:
         """An fp32 meta parameter of global `shape`, sharded along `shard_dim`, or replicated where it is None."""
         if self.device_mesh is None:
             return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-        local_shape = list(shape)
-        placement: Placement = Replicate()
-        if shard_dim is not None:
-            assert shape[shard_dim] % self.size == 0, (shape, shard_dim, self.size)
-            local_shape[shard_dim] //= self.size
-            placement = Shard(shard_dim)
-        empty = torch.empty(local_shape, dtype=torch.float32, device="meta")
-        return nn.Parameter(DTensor.from_local(empty, self.device_mesh, [placement], run_check=False))
+        return nn.Parameter(_meta_dtensor(shape, shard_dim, self.device_mesh))
 
     def fused_parameter(self, parts: int, out: int, inner: int) -> nn.Parameter:
         """`parts` matrices [out, inner] as one parameter [parts, out, inner], each sharded along its outputs."""
@@ -228,19 +225,68 @@ def _indivisible(sizes: Sequence[tuple[int, str]], size: int, *, common: int) ->
     return f"{named} not divisible by parallel.tp = {size}; use tp {', '.join(map(str, fits))}"
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """True for a parameter or gradient that is sharded, or replicated, over a device mesh.
+
+    Only programs with such tensors import torch.distributed.tensor, which takes a third as long as torch itself.
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _meta_dtensor(shape: tuple[int, ...], shard_dim: int | None, mesh: DeviceMesh) -> DTensor:
+    """An fp32 meta tensor of global `shape` on a one-dimensional mesh."""
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    local_shape = list(shape)
+    placement: Placement = Replicate()
+    if shard_dim is not None:
+        assert shape[shard_dim] % mesh.size() == 0, (shape, shard_dim, mesh.size())
+        local_shape[shard_dim] //= mesh.size()
+        placement = Shard(shard_dim)
+    empty = torch.empty(local_shape, dtype=torch.float32, device="meta")
+    return DTensor.from_local(empty, mesh, [placement], run_check=False)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, as a plain tensor that autograd follows."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full parameter or gradient on every rank; a collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
 def assign(parameter: Tensor, full: Tensor) -> None:
     """Sets a parameter from a full tensor that every rank has: each keeps its shard, without a collective."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     local(parameter).copy_(local(full))
+
+
+@torch.no_grad()
+def largest_magnitudes(weights: Sequence[Tensor]) -> Tensor:
+    """max |w| of each full weight, [len(weights)] on every rank in at least fp32: one all-reduce for all, or one for
+    each axis of a stage.
+
+    Weights are plain, unsharded tensors, or shards over one axis or mesh, the same for all of them. A collective.
+    """
+    if not weights:
+        return torch.zeros(0)
+    shards = [local(weight) for weight in weights]
+    # A rank's shard of a weight that data parallelism divides unevenly may be empty.
+    largest = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in shards])
+    largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
+    meshes = {weight.device_mesh if is_dtensor(weight) else None for weight in weights}
+    assert len(meshes) == 1, meshes
+    mesh = meshes.pop()
+    for axis in [] if mesh is None else covering_axes(mesh):
+        largest = all_reduce(largest, axis, operation="max")
+    return largest

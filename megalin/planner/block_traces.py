@@ -14,9 +14,10 @@ from megalin.model.config import BlockConfig
 from megalin.model.language_model import LanguageModel
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import chunk_rows
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.fake_mesh import fake_mesh
 from megalin.parallel.float8_layers import enable_float8
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.planner.graph_cost import COPY, CollectiveCost
 from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.planner.tracing import RunCost, fake_execution, materialize, trace, trace_compiled

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import mixer_types
+from megalin.layers.config import mixer_types
 from megalin.model.config import ModelConfig
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import HARDWARE

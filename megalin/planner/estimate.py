@@ -10,11 +10,11 @@ from torch import nn
 
 from megalin.model.base import Stage
 from megalin.model.language_model import LanguageModel
-from megalin.model.pipeline_stages import plan_stages
+from megalin.model.pipeline_stages import cut_stages
 from megalin.parallel.collectives import Axis
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.fake_mesh import LocalTensorParallel
 from megalin.parallel.float8_layers import wide_linears
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.block_traces import Trace, extrapolate, kinds, scaled_cost, trace_model, uses_async_tp
 from megalin.planner.hardware import Hardware
 from megalin.planner.memory import Memory, stage_memory
@@ -44,6 +44,23 @@ class _Part(NamedTuple):
     """Index of the block's entry in `model.layers`."""
     sublayers: tuple[int, ...]
     """Their indices in the block."""
+
+
+class _OwnBlocks(NamedTuple):
+    """The blocks of a pipeline rank."""
+
+    parts: list[_Part]
+    distinct: tuple[_Part, ...]
+    """Its parts, each once."""
+    kinds: list[int]
+    """For each part its index in `distinct`."""
+    attention_flops: float
+    """Forward operations per token."""
+    other_flops: float
+    float8_flops: float
+    """Those of `other_flops` in layers that multiply in FP8."""
+    num_blocks: float
+    """Part of a block counts by its fraction of the operations."""
 
 
 class _Operations(NamedTuple):
@@ -77,6 +94,7 @@ class Estimator:
         self._modules: dict[tuple[int, int, int], list[LanguageModel]] = {}
         self._parameters: dict[tuple[int, int, int, int], list[StageParameters]] = {}
         self._traces: dict[tuple[object, ...], Trace] = {}
+        self._own: dict[tuple[int, int, int], _OwnBlocks] = {}
 
     def model_state_bytes(self, layout: ParallelLayout) -> int:
         """Sharded fp32 weights, gradients, both moments and the state of update hooks, of the rank with most: a lower
@@ -87,27 +105,18 @@ class Estimator:
     def estimate(self, layout: ParallelLayout, *, refined: bool) -> Estimate:
         """Estimates `layout`: `refined` from a trace of its own micro-batch, compiled if the workload is; if not, from
         eager traces of one and two samples, which is faster."""
-        trace = self._trace(layout, refined=refined)
         itemsize, parallel = self.workload.dtype.itemsize, layout.parallel
         memories, times = [], []
         by_rank = self.parameters(layout)
         for rank in _critical_ranks(by_rank):
-            own = self._own_blocks(parallel, rank)
-            distinct = [*dict.fromkeys(own)]
-            costs = [scaled_cost(trace.blocks[part.kind], self._fraction(part)) for part in distinct]
-            own_trace, own_kinds = trace._replace(blocks=costs), [distinct.index(part) for part in own]
-            hook_bytes = self.workload.hook_bytes(by_rank[rank].shard)
+            own, stage = self._own_blocks(parallel, rank), by_rank[rank]
+            trace = self._own_trace(layout, own.distinct, refined=refined)
+            hook_bytes = self.workload.hook_bytes(stage.shard)
             memories.append(
-                stage_memory(
-                    by_rank[rank], own_trace, own_kinds, layout, rank=rank, itemsize=itemsize, hook_bytes=hook_bytes
-                )
+                stage_memory(stage, trace, own.kinds, layout, rank=rank, itemsize=itemsize, hook_bytes=hook_bytes)
             )
-            work = self._work(layout, own, parallel, rank)
-            times.append(
-                step_time(
-                    work, by_rank[rank], own_trace, own_kinds, layout, self.hardware, rank=rank, itemsize=itemsize
-                )
-            )
+            work = self._work(layout, own, rank)
+            times.append(step_time(work, stage, trace, own.kinds, layout, self.hardware, rank=rank, itemsize=itemsize))
         time, sent = max(times, key=lambda each: each[0].total)
         tokens = self.workload.global_batch_size * self.workload.length
         memory = max(memories, key=lambda each: each.total)
@@ -129,8 +138,9 @@ class Estimator:
     def partition(self, num_ranks: int, num_stages: int) -> list[range]:
         """Sub-layers of each stage. Raises ConfigError if the model has too few sub-layers that can end a stage."""
         if (num_ranks, num_stages) not in self.partitions:
-            plan = plan_stages(self.workload.model, num_stages, num_ranks=num_ranks, length=self.workload.length)
-            self.partitions[num_ranks, num_stages] = plan.sublayers
+            length = self.workload.length
+            sublayers = cut_stages(self._whole, num_stages, num_ranks=num_ranks, length=length)
+            self.partitions[num_ranks, num_stages] = sublayers
         return self.partitions[num_ranks, num_stages]
 
     def _stages(self, tp: int, num_ranks: int, num_stages: int) -> list[LanguageModel]:
@@ -143,17 +153,26 @@ class Estimator:
             ]
         return self._modules[key]
 
-    def _own_blocks(self, parallel: ParallelConfig, rank: int) -> list[_Part]:
+    def _own_blocks(self, parallel: ParallelConfig, rank: int) -> _OwnBlocks:
         """The rank's blocks, each with the sub-layers in the rank's stages."""
-        found = []
-        for stage in self.partition(parallel.pp, parallel.pp * parallel.pp_stages_per_rank)[rank :: parallel.pp]:
-            start = 0
-            for kind in self._kinds:
-                end = start + len(self._operations[kind])
-                if own := range(max(start, stage.start), min(end, stage.stop)):
-                    found.append(_Part(kind, tuple(number - start for number in own)))
-                start = end
-        return found
+        key = (parallel.pp, parallel.pp_stages_per_rank, rank)
+        if key not in self._own:
+            parts = []
+            for stage in self.partition(parallel.pp, parallel.pp * parallel.pp_stages_per_rank)[rank :: parallel.pp]:
+                start = 0
+                for kind in self._kinds:
+                    end = start + len(self._operations[kind])
+                    if own := range(max(start, stage.start), min(end, stage.stop)):
+                        parts.append(_Part(kind, tuple(number - start for number in own)))
+                    start = end
+            distinct = tuple(dict.fromkeys(parts))
+            each = [self._operations[part.kind][index] for part in parts for index in part.sublayers]
+            attention, other, float8 = (sum(flops) for flops in zip(*each, strict=True))
+            fractions = {part: self._fraction(part) for part in distinct}
+            num_blocks = sum(fractions[part] for part in parts)
+            kinds_of_parts = [distinct.index(part) for part in parts]
+            self._own[key] = _OwnBlocks(parts, distinct, kinds_of_parts, attention, other, float8, num_blocks)
+        return self._own[key]
 
     def _fraction(self, part: _Part) -> float:
         """Fraction of its block's operations."""
@@ -190,27 +209,46 @@ class Estimator:
     def _whole(self) -> LanguageModel:
         return LanguageModel(self.workload.model)
 
-    def _work(self, layout: ParallelLayout, own: list[_Part], parallel: ParallelConfig, rank: int) -> MicroBatchWork:
+    def _work(self, layout: ParallelLayout, own: _OwnBlocks, rank: int) -> MicroBatchWork:
+        parallel = layout.parallel
         tokens = layout.micro_batch_size * self.workload.length / (parallel.tp * parallel.cp)
         around = self._operations_around if rank == parallel.pp - 1 else 0
-        each = [self._operations[part.kind][index] for part in own for index in part.sublayers]
-        attention, other, float8 = (tokens * sum(kind) for kind in zip(*each, strict=True))
         settings = self.workload.float8
-        passes = 0 if settings is None else 2 + settings.weight_gradient
-        return MicroBatchWork(other, attention, tokens * around, sum(map(self._fraction, own)), float8, passes)
+        return MicroBatchWork(
+            tokens * own.other_flops,
+            tokens * own.attention_flops,
+            tokens * around,
+            own.num_blocks,
+            tokens * own.float8_flops,
+            0 if settings is None else 2 + settings.weight_gradient,
+        )
+
+    def _own_trace(self, layout: ParallelLayout, parts: tuple[_Part, ...], *, refined: bool) -> Trace:
+        """The trace of a micro-batch with the costs of `parts` as its blocks."""
+        key = (*self._trace_key(layout.parallel, refined=refined), layout.micro_batch_size, parts, refined)
+        if key not in self._traces:
+            trace = self._trace(layout, refined=refined)
+            costs = [scaled_cost(trace.blocks[part.kind], self._fraction(part)) for part in parts]
+            self._traces[key] = trace._replace(blocks=costs)
+        return self._traces[key]
 
     def _trace(self, layout: ParallelLayout, *, refined: bool) -> Trace:
         parallel, size = layout.parallel, layout.micro_batch_size
         workload = self.workload if refined else self.workload._replace(compiled=False)
-        axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel, uses_async_tp(parallel))
+        axes = self._trace_key(parallel, refined=refined)
 
         def of(batch: int) -> Trace:
-            key = (*axes, workload.compiled, batch)
+            key = (*axes, batch)
             if key not in self._traces:
                 self._traces[key] = trace_model(workload, parallel, batch)
             return self._traces[key]
 
         return of(size) if refined or size <= 2 else extrapolate(of(1), of(2), size)
+
+    def _trace_key(self, parallel: ParallelConfig, *, refined: bool) -> tuple[object, ...]:
+        """All that a trace depends on, except its batch."""
+        axes = (parallel.tp, parallel.cp, parallel.cp_exchange, parallel.sequence_parallel, uses_async_tp(parallel))
+        return (*axes, refined and self.workload.compiled)
 
 
 def _critical_ranks(parts: list[StageParameters]) -> list[int]:

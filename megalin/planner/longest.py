@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import Hardware
 from megalin.planner.search import (

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
-from megalin.parallel.async_tensor_parallel import TPOverlapName
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig, TPOverlapName
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.planner.workload import ParallelLayout, Workload, one_of_each
-from megalin.train.config import check_model
 from megalin.train.float8 import check_float8_layers
+from megalin.train.launch_checks import check_model
 
 MIN_TOKENS_PER_RANK = 1024
 """Least tokens of a sequence per rank under context parallelism; with fewer, communication dominates."""

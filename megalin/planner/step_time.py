@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
+from megalin.parallel.config import ParallelConfig
 from megalin.planner.block_traces import Trace
 from megalin.planner.graph_cost import COPY, CollectiveCost
 from megalin.planner.hardware import (
@@ -107,15 +107,11 @@ def step_time(
     around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
     moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
     kernels = moved * (1 + again / 3) / memory
-    collectives = [collective for kind in kinds for collective in _block_collectives(trace, kind, again)]
-    collectives += [collective for cost in around for collective in [*cost.forward, *cost.backward]]
-    spans = {"tp": (parallel.tp, parallel.tp), "cp": (parallel.cp, parallel.cp * parallel.tp)}
-    sent, waited = {"tp": 0, "cp": 0}, 0.0
-    for collective in collectives:
-        size, span = spans[collective.group]
-        wire = _wire_bytes(collective, size)
-        sent[collective.group] += count * wire
-        waited += _exposed_seconds(collective, wire, hardware, span)
+    per_kind = [_traffic([*cost.forward * (1 + again), *cost.backward], parallel, hardware) for cost in trace.blocks]
+    traffic = [per_kind[kind] for kind in kinds]
+    traffic += [_traffic([*cost.forward, *cost.backward], parallel, hardware) for cost in around]
+    waited = sum((seconds for each in traffic for seconds in each.waits), start=0.0)
+    tp_bytes, cp_bytes = (count * sum(each.wire[axis] for each in traffic) for axis in ("tp", "cp"))
     device = matmuls + kernels + waited
     host = max(0.0, HOST_SECONDS * work.num_blocks - device)
     data_bytes, gathers = _data_bytes(parameters, layout, itemsize)
@@ -128,12 +124,27 @@ def step_time(
     update = (_UPDATE_BYTES + (_MAGNITUDE_BYTES if work.float8_passes else 0)) * parameters.shard / memory
     time = StepTime(count * matmuls, count * kernels, count * waited, exposed, count * host, wait, update)
     pp_bytes = 2 * count * trace.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
-    return time, Sent(sent["tp"], sent["cp"], data_bytes, pp_bytes)
+    return time, Sent(tp_bytes, cp_bytes, data_bytes, pp_bytes)
 
 
-def _block_collectives(trace: Trace, kind: int, again: int) -> Iterable[CollectiveCost]:
-    cost = trace.blocks[kind]
-    return [*cost.forward * (1 + again), *cost.backward]
+class _Traffic(NamedTuple):
+    """Collectives of a block, or around the blocks, for one micro-batch."""
+
+    wire: dict[str, int]
+    """Bytes that a rank sends, by axis."""
+    waits: list[float]
+    """Seconds that matmuls wait for each collective."""
+
+
+def _traffic(collectives: list[CollectiveCost], parallel: ParallelConfig, hardware: Hardware) -> _Traffic:
+    spans = {"tp": (parallel.tp, parallel.tp), "cp": (parallel.cp, parallel.cp * parallel.tp)}
+    traffic = _Traffic({"tp": 0, "cp": 0}, [])
+    for collective in collectives:
+        size, span = spans[collective.group]
+        wire = _wire_bytes(collective, size)
+        traffic.wire[collective.group] += wire
+        traffic.waits.append(_exposed_seconds(collective, wire, hardware, span))
+    return traffic
 
 
 def _wire_bytes(collective: CollectiveCost, size: int) -> int:

@@ -63,6 +63,8 @@ class _CostCounter(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # every read of `.device`: most calls, and no operation
+            return func(*args)
         result = func(*args, **(kwargs or {}))
         self.collectives += collective_costs(func, args, kwargs or {}, lambda value: value)
         made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from megalin.model.config import ModelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Settings
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.hardware import GPUS_PER_HOST
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig

@@ -13,7 +13,7 @@ from megalin.model.build import Model, make_model
 from megalin.model.config import AnyModelConfig, ModelConfig, parse_model
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import preset_table
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import HARDWARE
 from megalin.planner.workload import ParallelLayout, Workload

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from megalin.errors import ConfigError, NumericError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.optim.adamw import build_optimizer
+from megalin.optim.config import OptimizerConfig
 from megalin.parallel.initialisation import init_weights
 from megalin.scaling_laws.optimum import power_law
 from megalin.verify.case import HEAD_DIM, shrink_to

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import pydantic
 
 from megalin.checkpoint.config import CheckpointConfig
 from megalin.config import Config, parse
 from megalin.data.config import DataConfig
-from megalin.errors import ConfigError
-from megalin.model.build import check_divisions, make_model
-from megalin.model.config import AnyModelConfig, EncoderConfig, ModelField
-from megalin.model.pipeline_stages import plan_stages
-from megalin.optim.adamw import OptimizerConfig
-from megalin.optim.schedule import ScheduleConfig
-from megalin.parallel.collectives import Axis
-from megalin.parallel.context_parallel import ContextParallel
-from megalin.parallel.mesh import ParallelConfig, check_world_size
-from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.model.config import EncoderConfig, ModelField
+from megalin.optim.config import OptimizerConfig, ScheduleConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.train.config_file import read_config, resolve
-from megalin.train.deepspeed_config import Owned, check_deepspeed_version, resolve_deepspeed
 from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
-from megalin.train.float8 import check_float8_layers, float8_problems, float8_settings
-from megalin.train.loss_scale import LossScaleConfig, deepspeed_loss_scale, loss_scale_problems
+from megalin.train.precision import LossScaleConfig, float8_problems, loss_scale_problems
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -215,146 +206,6 @@ class RunConfig(Config):
                 f"{model.max_positions}; lower it, or raise max_positions"
             )
         return problems
-
-
-def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's JSON settings on `world_size` ranks: `train.deepspeed_config` merged with the rest of the config.
-
-    DeepSpeed multiplies micro-batches by the ranks of the data axis: with context parallelism, whose ranks share
-    samples, its train_batch_size is parallel.cp times train.global_batch_size.
-
-    Raises:
-        ConfigError: every key of the file that contradicts the config or that no run may set.
-    """
-    train, optimizer, parallel = config.train, config.optimizer, config.parallel
-    samples = world_size // (parallel.tp * parallel.cp)
-    accumulation = train.global_batch_size // (train.micro_batch_size * samples)
-    clip = "is left out" if optimizer.max_grad_norm is None else f"= {optimizer.max_grad_norm}"
-    owned = [
-        Owned("train_batch_size", f"train.global_batch_size = {train.global_batch_size}", train.global_batch_size),
-        Owned(
-            "train_micro_batch_size_per_gpu",
-            f"train.micro_batch_size = {train.micro_batch_size}",
-            train.micro_batch_size,
-        ),
-        Owned(
-            "gradient_accumulation_steps",
-            f"train.global_batch_size = {train.global_batch_size} over {samples} groups of ranks that read different "
-            f"samples, {train.micro_batch_size} at a time, takes {accumulation}",
-            accumulation,
-        ),
-        Owned("gradient_clipping", f"optimizer.max_grad_norm {clip}", optimizer.max_grad_norm or 0.0),
-        Owned("bf16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "bfloat16"),
-        Owned("fp16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "float16"),
-    ]
-    if train.dtype == "float16":
-        owned += deepspeed_loss_scale(train.loss_scale or LossScaleConfig())
-    values = {**optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"}), "bias_correction": True}
-    for key, value in values.items():
-        name = "AdamW corrects its moments" if key == "bias_correction" else f"optimizer.{key} = {value}"
-        owned.append(Owned(f"optimizer.params.{key}", name, value))
-    if train.compile:
-        # ZeRO 3's linear layers recompile for each weight; blocks share kernels that rely on an alignment.
-        owned.append(Owned("zero_optimization.memory_efficient_linear", "train.compile = true", False))
-        owned.append(Owned("zero_optimization.parameter_alignment", "train.compile = true", True))
-    settings = resolve_deepspeed(train.deepspeed_config, owned, stage=parallel.zero)
-    if train.dtype == "float16":  # of the first step; the engine sets it before each one
-        settings["fp16"] = {"enabled": True, "loss_scale": (train.loss_scale or LossScaleConfig()).initial}
-    return settings | {"train_batch_size": train.global_batch_size * parallel.cp}
-
-
-def check_launch(config: RunConfig, world_size: int) -> None:
-    """Checks the run against the number of ranks, without a process group, before the first collective.
-
-    Raises:
-        ConfigError: the mesh does not fit the ranks; or all that apply of: the batch does not fit the data axis or the
-            pipeline; a size of the model is not divisible by tp, or the model cannot shard its sequences over cp or its
-            layers over pp; the engine is not installed, or its own config contradicts this one.
-    """
-    check_world_size(config.parallel, world_size)
-    checks: list[Callable[[], object]] = [
-        lambda: _check_step(config, world_size),
-        lambda: check_model(config.model, config.parallel, config.data.sequence_length),
-        lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train)),
-    ]
-    problems = []
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems", *problems]))
-
-
-def _check_step(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError if the samples do not divide over the data axis or do not fill the pipeline, or if the engine
-    is not installed or its own config contradicts this one."""
-    train, parallel = config.train, config.parallel
-    data_size = world_size // (parallel.tp * parallel.cp * parallel.pp)
-    together = train.micro_batch_size * data_size
-    if train.global_batch_size % together:
-        below = train.global_batch_size // together * together
-        fits = " or ".join(str(size) for size in (below, below + together) if size)
-        raise ConfigError(
-            f"train.global_batch_size = {train.global_batch_size} is not divisible by train.micro_batch_size = "
-            f"{train.micro_batch_size} times the {_ranks_of_samples(parallel, data_size)}; use {fits}"
-        )
-    if problem := parallel.micro_batches_problem(train.global_batch_size // together):
-        raise ConfigError(
-            f"parallel.{problem}: train.global_batch_size = {train.global_batch_size} is that many times "
-            f"train.micro_batch_size = {train.micro_batch_size} times dp = {data_size}; use "
-            f"{_batches_that_fill(train, parallel, data_size)}"
-        )
-    if train.engine == "deepspeed":
-        check_deepspeed_version()
-        deepspeed_settings(config, world_size)
-
-
-def _batches_that_fill(train: TrainConfig, parallel: ParallelConfig, data_size: int) -> str:
-    """The nearest values of each batch key that fill the pipeline, as text."""
-    together, samples = train.micro_batch_size * data_size, train.global_batch_size // data_size
-    below = samples // train.micro_batch_size // parallel.pp * parallel.pp * together
-    above = below + parallel.pp * together
-    if parallel.pp_schedule == "1f1b":  # too few micro-batches for the stages; any larger number works
-        sizes = f"{above} or " + (f"a larger multiple of {together}" if together > 1 else "more")
-    else:
-        sizes = f"{below} or {above}" if below else f"{above}"
-    smaller = [
-        size
-        for size in range(1, train.micro_batch_size)
-        if samples % size == 0 and not parallel.micro_batches_problem(samples // size)
-    ]
-    return f"train.global_batch_size = {sizes}" + (f", or train.micro_batch_size = {smaller[-1]}" if smaller else "")
-
-
-def check_model(model: AnyModelConfig, parallel: ParallelConfig, length: int) -> None:
-    """Raises ConfigError for a model that cannot be sharded as `parallel` says, or that has windows wider than `length`
-    tokens; needs no process group."""
-    for path, block in model.blocks():
-        for index, sublayer in enumerate(block.sublayers):
-            if sublayer.widest_window is not None and sublayer.widest_window > length:
-                raise ConfigError(
-                    f"{path}.sublayers.{index}.window = {sublayer.widest_window} is wider than the {length} tokens of "
-                    f"a sequence; use at most {length}, or longer sequences"
-                )
-    check_divisions(model, parallel.tp)
-    whole = make_model(model, TensorParallel(Axis("tp", parallel.tp)), cp=ContextParallel(Axis("cp", parallel.cp)))
-    if parallel.pp > 1:
-        plan_stages(model, parallel.pp * parallel.pp_stages_per_rank, num_ranks=parallel.pp, length=length)
-        shared = list(whole.shared)
-        if shared and parallel.pp_schedule == "zero_bubble":
-            raise ConfigError(
-                f'parallel.pp_schedule = "zero_bubble" computes the gradients of weights separately, but blocks of '
-                f'type "{shared[0]}" share parameters, whose gradients torch cannot separate; use pp_schedule = '
-                '"interleaved" or "1f1b"'
-            )
-
-
-def _ranks_of_samples(parallel: ParallelConfig, size: int) -> str:
-    if parallel.cp == 1:
-        return f"data axis of {size} ranks"
-    return f"{size} groups of parallel.cp = {parallel.cp} ranks that read different samples"
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:

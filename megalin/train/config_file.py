@@ -9,7 +9,11 @@ from typing import Any
 from megalin.config import apply_overrides, read_toml, translate_renamed
 from megalin.errors import ConfigError
 from megalin.model.presets import expand_preset
-from megalin.train.run_folder import CHECKPOINTS_NAME, CONFIG_NAME
+
+CONFIG_NAME = "config.toml"
+"""Name of a run's config in its folder."""
+CHECKPOINTS_NAME = "checkpoints"
+"""Name of the folder of a run's checkpoints."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

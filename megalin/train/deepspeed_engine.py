@@ -29,7 +29,8 @@ from megalin.parallel.initialisation import init_weights
 from megalin.parallel.localize import LocalLayout, localize
 from megalin.parallel.mesh import Mesh
 from megalin.slow_work import slow_work
-from megalin.train.config import RunConfig, deepspeed_settings
+from megalin.train.config import RunConfig
+from megalin.train.deepspeed_settings import deepspeed_settings
 from megalin.train.engine import FillWeights
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, describe_lowest_scale, make_loss_scale, read_step
 from megalin.train.step import NOTHING_CHANGED, StepResult

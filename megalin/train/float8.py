@@ -11,11 +11,11 @@ from megalin.errors import ConfigError
 from megalin.model.build import make_model
 from megalin.model.config import AnyModelConfig
 from megalin.ops.dispatch.backend import Choice, report_choice
-from megalin.ops.scaled_linear import ALIGNMENT
 from megalin.parallel.collectives import Axis
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Layers, Float8Settings, check_capability, find_layers
-from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.train.precision import mesh_problems
 
 if TYPE_CHECKING:
     from megalin.train.config import TrainConfig
@@ -26,54 +26,6 @@ def float8_settings(train: TrainConfig) -> Float8Settings | None:
     if train.matmul_dtype is None:
         return None
     return Float8Settings(weight_gradient=train.float8_weight_gradient)
-
-
-def float8_problems(train: TrainConfig, parallel: ParallelConfig, length: int) -> list[str]:
-    """Settings that contradict FP8 matmuls on any number of ranks."""
-    if train.matmul_dtype is None:
-        if not train.float8_weight_gradient:
-            return []
-        return [
-            "train.float8_weight_gradient = true has no effect without train.matmul_dtype; set matmul_dtype = "
-            '"float8", or leave it out'
-        ]
-    name = 'train.matmul_dtype = "float8"'
-    problems = []
-    if train.dtype != "bfloat16":
-        problems.append(
-            f'{name} with train.dtype = "{train.dtype}": results of FP8 matmuls are bf16 numbers; use dtype = '
-            '"bfloat16", or leave matmul_dtype out'
-        )
-    if train.engine == "deepspeed":
-        problems.append(
-            f'{name} with train.engine = "deepspeed": scales of weights are computed from the fp32 weights after each '
-            'update, which DeepSpeed keeps inside of its optimizer; use engine = "fsdp2", or leave matmul_dtype out'
-        )
-    problems += mesh_problems(parallel)
-    tokens = train.micro_batch_size * length // parallel.cp
-    if train.float8_weight_gradient and tokens % ALIGNMENT:
-        problems.append(
-            f"train.float8_weight_gradient = true with {tokens} tokens on a rank (train.micro_batch_size = "
-            f"{train.micro_batch_size} times data.sequence_length = {length} / parallel.cp = {parallel.cp}), over "
-            f"which it multiplies; use a multiple of {ALIGNMENT}"
-        )
-    return problems
-
-
-def mesh_problems(parallel: ParallelConfig) -> list[str]:
-    """Settings of a mesh that FP8 matmuls do not support."""
-    name, problems = 'train.matmul_dtype = "float8"', []
-    if parallel.tp_overlap == "symmetric_memory" and parallel.may_use_async_tp:
-        problems.append(
-            f'{name} with parallel.tp_overlap = "symmetric_memory", whose matmuls run in chunks of bf16 numbers; use '
-            'tp_overlap = "auto" or "none", or leave matmul_dtype out'
-        )
-    if parallel.pp > 1 and parallel.pp_schedule == "zero_bubble":
-        problems.append(
-            f'{name} with parallel.pp_schedule = "zero_bubble", which computes the gradients of weights and of '
-            'activations separately, but an FP8 layer gives both; use pp_schedule = "interleaved" or "1f1b"'
-        )
-    return problems
 
 
 def check_float8_layers(model: AnyModelConfig, parallel: ParallelConfig, settings: Float8Settings | None) -> None:

@@ -20,9 +20,9 @@ from megalin.model.encoder import POSITION_TABLE
 from megalin.parallel.agreement import on_every_rank, on_rank_zero
 from megalin.parallel.tensor_parallel import assign
 from megalin.train.config import RunConfig
+from megalin.train.config_file import CHECKPOINTS_NAME
 from megalin.train.engine import Engine
 from megalin.train.open_run import model_differences, saved_model
-from megalin.train.run_folder import CHECKPOINTS_NAME
 
 _MOST_LINES = 8
 _ALL = ("",)

@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
-import pydantic
 import torch
 from torch import Tensor
 
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX
-from megalin.config import Config
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.parallel.mesh import Mesh
-from megalin.train.deepspeed_config import Owned
+from megalin.train.precision import LARGEST_SCALE, LossScaleConfig
 
 if TYPE_CHECKING:
     from megalin.train.config import TrainConfig
 
 LOSS_SCALE_PREFIX = f"{OPTIMIZER_PREFIX}loss_scale."
 """Prefix of the names of a loss scale's tensors in a checkpoint."""
-LARGEST_SCALE = 2.0**24
-"""Bound of the scale, so that gradients that are all zero do not let it grow without end."""
 
 _log = logging.getLogger(__name__)
-
-
-class LossScaleConfig(Config):
-    """Dynamic loss scaling of dtype = "float16": the backward starts from the loss times a scale, so that small
-    gradients do not become zero, and gradients are divided by it before their norm. A step whose gradients overflow
-    does not change the weights, and halves the scale."""
-
-    initial: float = pydantic.Field(default=65536.0, ge=1.0, le=LARGEST_SCALE)
-    """Scale of the first step, a power of two, so that the division is exact."""
-    growth_interval: int = pydantic.Field(default=2000, ge=1, le=2**24)
-    """Steps in a row without an overflow after which the scale doubles, up to 2^24."""
-    minimum: float = pydantic.Field(default=1.0, ge=1.0, le=LARGEST_SCALE)
-    """Lowest scale, a power of two. Gradients that overflow with it end the run."""
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
-        for name, value in (("initial", self.initial), ("minimum", self.minimum)):
-            if math.frexp(value)[0] != 0.5:
-                raise ValueError(
-                    f"{name} = {value:g} is not a power of two; use {2.0 ** math.floor(math.log2(value)):g}"
-                )
-        if self.minimum > self.initial:
-            raise ValueError(
-                f"minimum = {self.minimum:g} is above initial = {self.initial:g}; lower it, or raise initial"
-            )
-        return self
 
 
 class StepScale(NamedTuple):
@@ -134,19 +103,6 @@ def read_step(values: list[float]) -> StepScale:
     return StepScale(scale, bool(skipped), int(overflows))
 
 
-def deepspeed_loss_scale(config: LossScaleConfig) -> list[Owned]:
-    """The keys of a DeepSpeed JSON for this loss scaling."""
-    exponent = round(math.log2(config.initial))
-    name = "train.loss_scale"
-    return [
-        Owned("fp16.loss_scale", f"{name} is dynamic", 0),
-        Owned("fp16.initial_scale_power", f"{name}.initial = {config.initial:g} = 2^{exponent}", exponent),
-        Owned("fp16.loss_scale_window", f"{name}.growth_interval = {config.growth_interval}", config.growth_interval),
-        Owned("fp16.min_loss_scale", f"{name}.minimum = {config.minimum:g}", config.minimum),
-        Owned("fp16.hysteresis", f"{name} is halved at every overflow", 1),
-    ]
-
-
 def describe_lowest_scale(step: StepScale) -> str:
     """Message for a step that overflowed with the lowest scale."""
     return (
@@ -158,13 +114,3 @@ def describe_lowest_scale(step: StepScale) -> str:
 def make_loss_scale(train: TrainConfig, mesh: Mesh) -> LossScale | None:
     """The loss scale of a run; None unless it computes in float16."""
     return LossScale(train.loss_scale or LossScaleConfig(), mesh) if train.dtype == "float16" else None
-
-
-def loss_scale_problems(train: TrainConfig) -> list[str]:
-    """Settings that contradict the compute dtype."""
-    if train.loss_scale is None or train.dtype == "float16":
-        return []
-    return [
-        f'train.loss_scale has no effect with train.dtype = "{train.dtype}", whose gradients do not underflow; use '
-        'dtype = "float16", or leave it out'
-    ]

@@ -12,7 +12,7 @@ from megalin.config import translate_renamed
 from megalin.errors import CheckpointError, ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.train.config import RunConfig, load_run_config
-from megalin.train.run_folder import CHECKPOINTS_NAME, CONFIG_NAME
+from megalin.train.config_file import CHECKPOINTS_NAME, CONFIG_NAME
 
 Steps = int | Literal["newest", "all"]
 """Finished steps of a checkpoint, the newest checkpoint, or all checkpoints of a run."""

@@ -17,10 +17,8 @@ from megalin.data.config import DEFAULT_CACHE
 from megalin.errors import REFUSALS, ConfigError, StorageError
 from megalin.files import FolderInUseError, FolderLock, remove, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
+from megalin.train.config_file import CHECKPOINTS_NAME, CONFIG_NAME
 from megalin.train.ledger import LEDGER_NAME
-
-CONFIG_NAME = "config.toml"
-CHECKPOINTS_NAME = "checkpoints"
 
 _WRITTEN = frozenset(
     {

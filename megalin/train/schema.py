@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import Any, get_args
 
-from megalin.layers.mixers.base import mixer_types
+from megalin.config import Config, field_docstrings
+from megalin.layers.config import config_class, mixer_types
 from megalin.model.presets import preset_names
 from megalin.train.config import RunConfig
 
@@ -20,15 +20,18 @@ def config_schema() -> dict[str, Any]:
     """
     schema = RunConfig.model_json_schema(ref_template=_REFERENCE)
     definitions: dict[str, Any] = schema["$defs"]
-    mixers = []
+    classes, mixers = _tables(RunConfig), []
     for name in mixer_types():
-        cls = importlib.import_module(f"megalin.layers.mixers.{name}").CONFIG
+        cls = config_class(name)
         mixer = cls.model_json_schema(ref_template=_REFERENCE)
         definitions |= mixer.pop("$defs", {})
         definitions[cls.__name__] = mixer
+        classes |= _tables(cls)
         mixers.append({"$ref": _REFERENCE.format(model=cls.__name__)})
-    for definition in definitions.values():
+    for name, definition in [*definitions.items(), (RunConfig.__name__, schema)]:
         definition.pop("required", None)
+        for field, text in field_docstrings(classes[name]).items():
+            definition["properties"][field]["description"] = text
     for mixer in mixers:
         definitions[mixer["$ref"].rpartition("/")[2]]["required"] = ["type"]
     external = {"type": "object", "properties": {"type": {"type": "string", "pattern": r"\."}}, "required": ["type"]}
@@ -36,7 +39,6 @@ def config_schema() -> dict[str, Any]:
     preset = {"type": "string", "enum": preset_names(), "description": "A named model; other keys change it."}
     for name in ("ModelConfig", "EncoderConfig"):
         definitions[name]["properties"]["preset"] = preset
-    schema.pop("required", None)
     schema["properties"] |= {
         "base": {
             "type": "string",
@@ -49,3 +51,17 @@ def config_schema() -> dict[str, Any]:
         },
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "megalin config"}
+
+
+def _tables(annotation: Any) -> dict[str, type[Config]]:
+    """The config classes in an annotation and in the fields of these classes, by name."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        inner, found = (
+            [field.annotation for field in annotation.model_fields.values()],
+            {annotation.__name__: annotation},
+        )
+    else:
+        inner, found = list(get_args(annotation)), {}
+    for each in inner:
+        found |= _tables(each)
+    return found

@@ -9,17 +9,18 @@ import torch
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens, take_samples
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import MixerConfig
-from megalin.layers.mixers.ffn import FFNConfig
-from megalin.layers.mixers.glu import GLUConfig
-from megalin.layers.mixers.softmax import SoftmaxConfig
+from megalin.layers.config import MixerConfig
+from megalin.layers.mixer_configs.ffn import FFNConfig
+from megalin.layers.mixer_configs.glu import GLUConfig
+from megalin.layers.mixer_configs.softmax import SoftmaxConfig
 from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
-from megalin.ops.scaled_linear import ALIGNMENT
+from megalin.ops.choices import ALIGNMENT
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.float8_layers import MIN_WIDTH, Float8Settings
-from megalin.parallel.mesh import Mesh, ParallelConfig
-from megalin.train.config import check_model
+from megalin.parallel.mesh import Mesh
 from megalin.train.float8 import check_float8_layers
+from megalin.train.launch_checks import check_model
 
 SAMPLES_PER_RANK = 2
 FLOAT8_MIN_WIDTH = 16

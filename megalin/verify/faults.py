@@ -16,7 +16,8 @@ from torch.nn import functional
 from megalin.model.config import EncoderConfig
 from megalin.ops.scans.transition import DiagonalDecay, ShardDocuments, Transition
 from megalin.parallel.collectives import Axis
-from megalin.parallel.context_parallel import ContextParallel, ExchangeName
+from megalin.parallel.config import ExchangeName
+from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.float8_matmuls import Float8Matmuls
 from megalin.parallel.linear import ColumnParallelLinear
 from megalin.parallel.mesh import Mesh

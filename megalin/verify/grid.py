@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megalin.errors import ConfigError, RankFailedError
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import Case
 from megalin.verify.comparison import TensorError
 from megalin.verify.run import mesh_name, row_json, summary, worst_first

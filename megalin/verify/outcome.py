@@ -14,7 +14,8 @@ from megalin.data.batch import AnyBatch, EncoderBatch, batch_to
 from megalin.model.build import Model, make_model
 from megalin.model.encoder import EncoderOutput
 from megalin.model.language_model import ModelOutput
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.optim.adamw import build_optimizer
+from megalin.optim.config import OptimizerConfig
 from megalin.parallel.collectives import Axis, all_gather, all_reduce
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.float8_layers import enable_float8, update_weight_magnitudes
@@ -23,8 +24,9 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.messages import gather_tensors
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
-from megalin.train.loss_scale import LossScale, LossScaleConfig
+from megalin.train.loss_scale import LossScale
 from megalin.train.pipeline_model import Pipeline
+from megalin.train.precision import LossScaleConfig
 from megalin.train.step import accumulate_gradients, apply_gradients
 from megalin.verify.case import SAMPLES_PER_RANK, Case, make_batches, rank_batches
 from megalin.verify.float8 import OperandRecorder, weight_magnitudes

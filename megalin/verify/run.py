@@ -10,11 +10,12 @@ import rich.console
 import rich.table
 import torch
 
-from megalin.layers.mixers.glu import GLUConfig
-from megalin.layers.mixers.tnl import TNLConfig
+from megalin.layers.mixer_configs.glu import GLUConfig
+from megalin.layers.mixer_configs.tnl import TNLConfig
 from megalin.model.config import BlockConfig
-from megalin.ops.scaled_linear import ALIGNMENT
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.ops.choices import ALIGNMENT
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.messages import gather_values
 from megalin.parallel.process_group import compute_device
 from megalin.terminal_output import terminal

@@ -15,7 +15,8 @@ import megalin
 from megalin.errors import ConfigError, MegalinError, OperandError
 from megalin.generation import Sampling, generate
 from megalin.model.config import ModelConfig, parse_model
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import build_model

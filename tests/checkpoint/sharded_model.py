@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import training_tensors
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.data_parallel import shard_model
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 
 
 class Layout(NamedTuple):

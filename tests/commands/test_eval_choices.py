@@ -24,7 +24,8 @@ from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
 from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
 from megalin.generation import load_for_generation
 from megalin.launch import Launch
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from tests.evaluation.choice_data import make_data
 from tests.evaluation.test_choice_scores import Killed, killed, often, scores_alone
 from tests.model_runs import CPU

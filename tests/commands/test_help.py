@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,6 +20,7 @@ from megalin.commands.arguments.groups import DATA, GROUPS
 from megalin.commands.arguments.parser import build_parser
 
 _HELP_CPU_SECONDS = 0.5
+ROOT = Path(__file__).parents[2]
 
 
 def _commands() -> Iterator[tuple[list[str], Command]]:
@@ -97,6 +99,33 @@ def test_help_takes_less_than_half_a_second_of_cpu():
 def test_no_command_imports_a_library_for_its_help():
     program = "import sys, megalin.__main__ as m; m.build_parser(); print({'torch', 'numpy', 'rich'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
+
+
+def _modules_after(*arguments: str) -> set[str]:
+    """The modules that are imported when a command has ended."""
+    program = (
+        "import contextlib, io, sys\nfrom megalin.__main__ import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n    status = main(sys.argv[1:])\n"
+        "print(*sys.modules, sep='\\n')\nsys.exit(status)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
+@pytest.mark.parametrize("argument", ["examples/danet_bert/danet.toml", "--schema"])
+def test_config_is_shown_without_torch(argument: str):
+    """Reading a config imports its classes alone: with torch it would take seconds."""
+    modules = _modules_after("config", str(ROOT / argument) if argument.endswith(".toml") else argument)
+    assert {"pydantic", "megalin.train.config"} <= modules
+    assert not {"torch", "numpy", "rich", "matplotlib"} & modules
+
+
+def test_models_are_counted_without_the_modules_of_a_run():
+    """torch itself is half of the two seconds that a count may take."""
+    modules = _modules_after("params", "tnl-3b")
+    assert {"torch", "megalin.layers.mixers.tnl"} <= modules
+    of_runs = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining")
+    assert not {*of_runs, "torch.distributed.checkpoint", "sympy", "matplotlib", "megalin.parallel.mesh"} & modules
 
 
 def test_choices_are_those_of_the_library():

@@ -18,7 +18,8 @@ from megalin.commands.lm_eval import evaluate_on_ranks
 from megalin.errors import ConfigError
 from megalin.evaluation.lm_eval_adapter import LmEvalOptions, MegalinModel, evaluate_tasks
 from megalin.generation import Sampling, generate, load_for_generation, open_for_generation
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from tests.model_runs import CPU
 from tests.ranks import run_ranks

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megalin.config import parse
-from megalin.data.masking import Draws, MaskedSample, MaskingConfig, SpecialTokens, Vocabulary, mask, resolve_tokens
+from megalin.data.config import MaskingConfig
+from megalin.data.masking import Draws, MaskedSample, SpecialTokens, Vocabulary, mask, resolve_tokens
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError
 from megalin.parallel.cross_entropy import IGNORED_LABEL

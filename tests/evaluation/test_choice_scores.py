@@ -23,9 +23,10 @@ from megalin.evaluation.choices.scoring import score_carried, score_packed
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel import embedding
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from tests.cases import CASES, HIDDEN_SIZE, HYBRID, LENGTH, VOCAB_SIZE, Case, build

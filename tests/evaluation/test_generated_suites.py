@@ -32,7 +32,8 @@ from megalin.evaluation.tasks.mqar import MQAR
 from megalin.evaluation.tasks.sequence_task import split_seed
 from megalin.generation import Completion
 from megalin.parallel.agreement import on_rank_zero
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import RunConfig, load_run_config

@@ -18,7 +18,8 @@ from megalin.data.loader import ValidationLoader
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
 from megalin.evaluation.sources import SourceSuite, split_sources
 from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import RunConfig, load_run_config

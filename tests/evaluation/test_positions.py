@@ -17,8 +17,9 @@ from megalin.errors import ConfigError
 from megalin.evaluation.positions import PositionSuite, bucket_edges, places_in_documents
 from megalin.evaluation.suite import TaskResult
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.initialisation import init_weights
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import RunConfig, load_run_config

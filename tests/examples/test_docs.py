@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megalin.commands.arguments.parser import build_parser
-from megalin.train.config import check_launch, load_run_config
+from megalin.train.config import load_run_config
+from megalin.train.launch_checks import check_launch
 from tests.cases import GLU, build, make_inputs, model
 
 ROOT = Path(__file__).parents[2]
@@ -156,9 +157,12 @@ def test_figures_of_the_readme_are_those_of_their_pages():
 def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkeypatch):
     """The forward of a full sequence equals two forwards that pass the state, and decoding token by token."""
     page = (ROOT / "docs/adding-a-mixer.md").read_text()
-    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "mixers_of_pages").mkdir()
-    (tmp_path / "mixers_of_pages" / "ema.py").write_text(text.replace('"ema"', '"mixers_of_pages.ema"'))
+    config, mixer = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    folder, place = tmp_path / "mixers_of_pages", "megalin.layers.mixer_configs.ema import "
+    folder.mkdir()
+    (folder / "ema_config.py").write_text(config.replace('"ema"', '"mixers_of_pages.ema"'))
+    assert place in mixer
+    (folder / "ema.py").write_text(mixer.replace(place, "mixers_of_pages.ema_config import CONFIG, "))
     monkeypatch.syspath_prepend(str(tmp_path))
     built = build(model({"sublayers": [{"type": "mixers_of_pages.ema", "num_heads": 4, "chunk_size": 16}, GLU]}))
     tokens = make_inputs().tokens

@@ -19,8 +19,9 @@ from megalin.generation.generate_on_mesh import num_rounds
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.collectives import Axis
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.initialisation import init_weights
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.parallel.tensor_parallel import full_tensor
 from tests.cases import CASES, HYBRID, NAMES, REPRESENTATIVES, build

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from megalin.layers.mixer_configs.transnormer import TransNormerConfig
 from megalin.layers.mixers.base import BuildContext, SequenceContext
-from megalin.layers.mixers.transnormer import TransNormer, TransNormerConfig
+from megalin.layers.mixers.transnormer import TransNormer
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.sequence_documents import SequenceDocuments
 from megalin.parallel.tensor_parallel import TensorParallel

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalin.config import parse
 from megalin.errors import ConfigError
+from megalin.layers.mixer_configs.dense_attention import DenseAttentionConfig
 from megalin.layers.mixers.base import BuildContext, MixerContext, update_derived_buffers
-from megalin.layers.mixers.dense_attention import DenseAttention, DenseAttentionConfig
+from megalin.layers.mixers.dense_attention import DenseAttention
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import FullSequenceInfo
 from megalin.parallel.initialisation import init_weights

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalin.layers.config import mixer_types
 from megalin.layers.gates import MixerGates
-from megalin.layers.mixers.base import Mixer, MixerContext, mixer_types
+from megalin.layers.mixers.base import Mixer, MixerContext
 from tests import cases, encoder_cases
 from tests.ablations import MODELS
 from tests.layers.test_recurrence import MODELS as TABLE_4

@@ -1,13 +1,12 @@
 """Construction of mixers: sizes that do not fit, and the initial values of parameters and buffers."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import MixerConfig, mixer_types
+from megalin.layers.config import MixerConfig, config_class, mixer_types
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.collectives import Axis
 from megalin.parallel.tensor_parallel import TensorParallel
@@ -27,7 +26,7 @@ def test_every_mixer_has_a_case():
 
 def config_of(kind: str) -> type[MixerConfig]:
     """The config class of a mixer type."""
-    return import_module(f"megalin.layers.mixers.{kind}").CONFIG
+    return config_class(kind)
 
 
 def fields_of(kind: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megalin.layers.decay import decay_slopes
 from megalin.layers.recurrence_scan import Recurrence
 from megalin.model.language_model import LanguageModel
 from megalin.ops.gates.decay_gates import decay_gates
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import make_case
 from tests.cases import HIDDEN_SIZE, LENGTH, VOCAB_SIZE, attention, build, make_inputs, model, reference, weighted_loss
 from tests.numerics import assert_close, relative_error

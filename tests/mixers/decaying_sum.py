@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.layers.config import MixerConfig
 from megalin.layers.mixers.base import (
     BuildContext,
     FullPrecision,
     Mixer,
-    MixerConfig,
     MixerContext,
     MixerOutput,
     SequenceContext,
@@ -108,13 +108,21 @@ class DecayingSum(Mixer):
 
     ratio: Tensor
 
-    def __init__(self, scope: BuildContext) -> None:
+    def __init__(self, config: DecayingSumConfig, scope: BuildContext) -> None:
         super().__init__()
         width, self.tp, self.scope = scope.hidden_size, scope.tp, scope
         self.value = ColumnParallelLinear(width, width, tp=self.tp, std=scope.init_std, name="model.hidden_size")
         self.out = self.tp.parameter(width, width, shard_dim=1)
         self.full_precision = Rates(scope)
         self.register_buffer("ratio", torch.empty((), device="meta"), persistent=False)
+
+    @classmethod
+    def shared_module(cls, config: DecayingSumConfig, scope: BuildContext) -> LayerGates:
+        return LayerGates(scope)
+
+    @classmethod
+    def input_layer(cls, config: DecayingSumConfig, scope: BuildContext) -> InputSum:
+        return InputSum(scope)
 
     def init_weights(self, initializer: Initializer) -> None:
         initializer(self.out, "out", normal(2.0 * self.scope.init_std))
@@ -152,14 +160,6 @@ class DecayingSumConfig(MixerConfig):
     type: Literal["tests.mixers.decaying_sum"] = TYPE
     """This mixer."""
 
-    def build(self, scope: BuildContext) -> DecayingSum:
-        return DecayingSum(scope)
-
-    def shared_module(self, scope: BuildContext) -> nn.Module:
-        return LayerGates(scope)
-
-    def input_layer(self, scope: BuildContext) -> InputSum:
-        return InputSum(scope)
-
 
 CONFIG = DecayingSumConfig
+MIXER = DecayingSum

@@ -21,7 +21,7 @@ from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.ops.documents import find_documents
 from megalin.parallel import sequence_documents
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.sequence_documents import DocumentView
 from megalin.verify.case import make_case
 from tests.ablations import LINEAR, MODELS, MOSAIC, RODIMUS_GATES, SOFTMAX

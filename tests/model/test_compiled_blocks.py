@@ -13,9 +13,9 @@ import torch
 from megalin.model.block import Block
 from megalin.model.language_model import LanguageModel
 from megalin.parallel import collectives
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.fake_mesh import fake_mesh
-from megalin.parallel.mesh import ParallelConfig
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import OVERLAP_OPTIONS, build_model
 from tests.cases import CASES, NAMES, REPRESENTATIVES, Case, build, make_inputs

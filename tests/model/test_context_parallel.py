@@ -11,9 +11,9 @@ import torch
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, split_tokens
 from megalin.model.build import Model, make_model
 from megalin.model.config import EncoderConfig
-from megalin.parallel.context_parallel import ExchangeName
+from megalin.parallel.config import ExchangeName, ParallelConfig
 from megalin.parallel.data_parallel import shard_model
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.step import accumulate_gradients
 from tests.cases import CASES, GLU, HIDDEN_SIZE, SHARED_KEY, VOCAB_SIZE, model

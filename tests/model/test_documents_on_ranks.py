@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megalin.data.batch import Batch, split_tokens
-from megalin.parallel.context_parallel import ExchangeName
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ExchangeName, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.train.build import build_model
 from tests.cases import CASES, GLU, REPRESENTATIVES, RODIMUS, SHARED_KEY, VOCAB_SIZE, Case, model
 from tests.ranks import run_ranks

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalin.config import parse
 from megalin.data.batch import take_samples
 from megalin.errors import ConfigError
+from megalin.layers.mixer_configs.hgrn2 import HGRN2Config
+from megalin.layers.mixer_configs.two_way_hgrn2 import TwoWayHGRN2Config
 from megalin.layers.mixers.base import BuildContext, MixerContext
-from megalin.layers.mixers.hgrn2 import HGRN2Config
-from megalin.layers.mixers.two_way_hgrn2 import TwoWayHGRN2Config
 from megalin.model.config import EncoderConfig, parse_model
 from megalin.model.encoder import Encoder, EncoderOutput
 from megalin.model.presets import load_preset

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megalin.model.config import AnyModelConfig
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import build_model

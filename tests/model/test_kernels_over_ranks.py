@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalin.data.batch import take_samples
 from megalin.ops.dispatch import backend as backends
-from megalin.parallel.context_parallel import ExchangeName
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ExchangeName, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from tests.model.test_context_parallel import AS_INDUCTOR_CUTS, on_axis, packed, split_tokens
 from tests.numerics import assert_close

@@ -8,7 +8,8 @@ from torch import nn
 
 from megalin.config import dumps, parse
 from megalin.errors import ConfigError
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate, step_or_skip
+from megalin.optim.adamw import build_optimizer, set_learning_rate, step_or_skip
+from megalin.optim.config import OptimizerConfig
 
 CONFIG = OptimizerConfig(lr=0.1, betas=[0.8, 0.9], eps=1e-3, weight_decay=0.5)
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from megalin.errors import KernelError
 from megalin.ops.dispatch import backend
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
+from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.optim.config import OptimizerConfig
 from megalin.optim.fused_adam import build_plain_optimizer
 from tests.ops.dispatch.apex_stand_in import installing, write_apex
 

@@ -8,8 +8,8 @@ import pytest
 
 from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
-from megalin.optim.adamw import OptimizerConfig
-from megalin.optim.schedule import ScheduleConfig, learning_rate
+from megalin.optim.config import OptimizerConfig, ScheduleConfig
+from megalin.optim.schedule import learning_rate
 
 OPTIMIZER = OptimizerConfig(lr=2.0)
 

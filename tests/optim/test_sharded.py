@@ -7,9 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
+from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.clipping import clip_gradients
-from megalin.optim.schedule import ScheduleConfig, learning_rate
+from megalin.optim.config import OptimizerConfig, ScheduleConfig
+from megalin.optim.schedule import learning_rate
 from tests.ranks import run_ranks
 
 CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.5, max_grad_norm=0.25)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.initialisation import init_weights
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
 
 Arrays = dict[str, np.ndarray]

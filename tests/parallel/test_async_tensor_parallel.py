@@ -24,9 +24,10 @@ from megalin.parallel.async_tensor_parallel import (
     matmul_reduce_scatter,
     open_async_tp_buffers,
 )
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.launch_order import LaunchOrder
-from megalin.parallel.mesh import ParallelConfig, check_device
+from megalin.parallel.mesh import check_device
 from megalin.parallel.symmetric_memory import OpenMemory
 from tests.model_runs import checkpoint_tensors, train_here, write_config
 from tests.numerics import Tensors, assert_close, errors

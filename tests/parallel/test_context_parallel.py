@@ -12,8 +12,9 @@ from torch import Tensor
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.transition import DiagonalDecay
 from megalin.parallel.collectives import Axis, all_gather
-from megalin.parallel.context_parallel import ContextParallel, ExchangeName
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ExchangeName, ParallelConfig
+from megalin.parallel.context_parallel import ContextParallel
+from megalin.parallel.mesh import Mesh
 from tests.numerics import assert_close
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors
 from tests.ranks import run_ranks

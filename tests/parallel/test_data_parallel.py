@@ -17,14 +17,13 @@ from megalin.layers.linear_attention import LinearAttention
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.data_parallel import (
     finish_backward,
-    largest_magnitudes,
     ordered_cuda_streams,
     prepare_backward,
     shard_dim,
     shard_model,
 )
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.tensor_parallel import full_tensor, local
+from megalin.parallel.tensor_parallel import full_tensor, largest_magnitudes, local
 from tests.cases import HYBRID, build, make_inputs
 from tests.model.test_collective_counts import CollectiveRecorder
 from tests.numerics import relative_error

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
-from megalin.ops.gates.gated_product import Activation
+from megalin.ops.choices import Activation
 from megalin.parallel.collectives import all_gather, local_slice
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.float8_layers import (

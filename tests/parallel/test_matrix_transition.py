@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megalin.ops.scans.driver import fold
-from megalin.parallel.context_parallel import ExchangeName
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ExchangeName, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from tests.numerics import assert_close
 from tests.ops.scans.matrix_transition import MatrixTransition
 from tests.parallel.on_ranks import Arrays, to_arrays, to_tensors

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.parallel.collectives import all_gather
-from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import SHARED_GPUS, compute_device, process_group, refuse_shared_gpus
 from tests.parallel.on_ranks import make_mesh
 from tests.ranks import run_ranks

@@ -15,10 +15,12 @@ from torch.distributed.pipelining import PipelineStage
 from megalin.config import parse
 from megalin.data.batch import Batch
 from megalin.model.config import ModelConfig
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.optim.adamw import build_optimizer
+from megalin.optim.config import OptimizerConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.heartbeats import LaunchedOp, current
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.train.build import build_model
 from megalin.train.step import train_step
 from tests.model_runs import CPU, model_table

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megalin.model.presets import load_preset
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Settings
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.hardware import HARDWARE
 from megalin.planner.workload import ParallelLayout, Workload

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import HARDWARE
 from megalin.planner.parameters import StageParameters

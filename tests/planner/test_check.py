@@ -9,7 +9,7 @@ from torch import Tensor
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.planner.check import MARGIN, check_memory
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import HARDWARE

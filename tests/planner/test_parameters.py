@@ -7,9 +7,10 @@ from megalin.model.base import Stage
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset
 from megalin.parallel.collectives import Axis
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.fake_mesh import LocalTensorParallel, fake_mesh
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import TensorParallel, local
 from megalin.planner.parameters import stage_parameters
 from tests.cases import CASES, HYBRID, Case

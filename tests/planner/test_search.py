@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megalin.model.config import ModelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Settings
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.block_traces import LossCost, Trace, scaled_cost
 from megalin.planner.estimate import Estimator
 from megalin.planner.graph_cost import COPY, CollectiveCost
@@ -190,6 +190,17 @@ def test_overlapped_matmuls_scale_with_the_micro_batch(estimator):
     ]
 
 
+def test_a_refined_estimate_has_a_trace_of_its_own_micro_batch(estimator, monkeypatch):
+    """Of eager blocks too, whose rough estimate of three samples is extrapolated and kept."""
+    each = layout(micro_batch_size=3)
+    rough = estimator.estimate(each, refined=False)
+    own = estimator._trace(each, refined=True)
+    larger = own._replace(entry=own.entry._replace(saved_bytes=own.entry.saved_bytes + MIB))
+    monkeypatch.setattr(estimator, "_traces", dict(estimator._traces))  # the other tests keep theirs
+    monkeypatch.setitem(estimator._traces, (*estimator._trace_key(each.parallel, refined=True), 3), larger)
+    assert estimator.estimate(each, refined=True).memory.activations != rough.memory.activations
+
+
 def _buffers(estimator: Estimator) -> int:
     (parameters,) = estimator.parameters(layout())
     return parameters.buffer_bytes
@@ -227,11 +238,11 @@ def test_a_deeper_pipeline_keeps_more_micro_batches_and_waits_longer(estimator):
 def test_parts_of_blocks_add_up_to_the_model(estimator):
     """Four ranks, some of which hold parts of the same block."""
     alone, parallel = ParallelConfig(), ParallelConfig(pp=4)
-    whole = estimator._work(layout(), estimator._own_blocks(alone, 0), alone, 0)
-    parts = [estimator._own_blocks(parallel, rank) for rank in range(4)]
-    works = [estimator._work(layout(parallel), own, parallel, rank) for rank, own in enumerate(parts)]
+    whole = estimator._work(layout(), estimator._own_blocks(alone, 0), 0)
+    blocks = [estimator._own_blocks(parallel, rank) for rank in range(4)]
+    works = [estimator._work(layout(parallel), own, rank) for rank, own in enumerate(blocks)]
     assert [sum(each) for each in zip(*works, strict=True)] == pytest.approx(whole)
-    assert any(estimator._fraction(part) < 1 for own in parts for part in own)
+    assert any(estimator._fraction(part) < 1 for own in blocks for part in own.parts)
 
 
 def test_part_of_a_block_costs_its_fraction():

@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megalin.layers.mixers.base import FullPrecision
 from megalin.ops.dispatch import backend
 from megalin.parallel.collectives import reduce_from_axis
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.fake_mesh import fake_mesh
-from megalin.parallel.mesh import ParallelConfig
 from megalin.planner.block_traces import trace_model
 from megalin.planner.graph_cost import COPY, graph_cost
 from megalin.planner.tracing import fake_execution, materialize, trace, trace_compiled

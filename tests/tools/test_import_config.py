@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from megalin.train.config import deepspeed_settings, load_run_config
+from megalin.train.config import load_run_config
+from megalin.train.deepspeed_settings import deepspeed_settings
 from tests.interop.configs.test_deepspeed import ZERO3
 from tests.interop.configs.test_megatron import SMALL
 from tools import import_config

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("benchmark_tools")
 MODEL = [

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megalin.errors import ConfigError
-from megalin.parallel.mesh import ParallelConfig
-from megalin.train.config import check_launch, check_model, load_run_config
+from megalin.parallel.config import ParallelConfig
+from megalin.train.config import load_run_config
+from megalin.train.launch_checks import check_launch, check_model
 from tests.encoder_cases import CASES as ENCODERS
 from tests.mixers import decaying_sum
 from tests.model_runs import write_config

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from megalin.errors import ConfigError
-from megalin.train.config import check_launch, deepspeed_settings, load_run_config
+from megalin.train.config import load_run_config
 from megalin.train.deepspeed_config import KNOWN
+from megalin.train.deepspeed_settings import deepspeed_settings
+from megalin.train.launch_checks import check_launch
 from tests.model_runs import write_config
 
 ENGINE = "train.engine=deepspeed"

@@ -14,7 +14,8 @@ from megalin.__main__ import main
 from megalin.config import dumps
 from megalin.data.batch import pad_samples, take_samples
 from megalin.errors import ConfigError
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import load_run_config

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from megalin.errors import ConfigError
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Settings, float8_linears
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import build_model
-from megalin.train.config import check_launch, load_run_config
+from megalin.train.config import load_run_config
 from megalin.train.float8 import check_float8_device
+from megalin.train.launch_checks import check_launch
 from tests.model_runs import CPU, checkpoint_tensors, losses, train_here, write_config
 
 FLOAT8 = ["train.dtype=bfloat16", "train.matmul_dtype=float8"]

@@ -22,9 +22,10 @@ from megalin.data.sources import LABEL_MASKS
 from megalin.data.tokenizers.tokenizer import ByteTokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.model.language_model import LanguageModel
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.step import accumulate_gradients
 from megalin.train.validation import evaluate

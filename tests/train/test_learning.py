@@ -10,10 +10,12 @@ import torch
 from megalin.config import parse
 from megalin.data.batch import Batch
 from megalin.model.config import ModelConfig
-from megalin.optim.adamw import OptimizerConfig, build_optimizer, set_learning_rate
-from megalin.optim.schedule import ScheduleConfig, learning_rate
+from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.optim.config import OptimizerConfig, ScheduleConfig
+from megalin.optim.schedule import learning_rate
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.step import train_step

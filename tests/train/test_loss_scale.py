@@ -19,11 +19,13 @@ from megalin.config import parse
 from megalin.data.batch import split_tokens, take_samples
 from megalin.errors import ConfigError, NumericError
 from megalin.optim.adamw import build_optimizer
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.build import build_model
 from megalin.train.config import load_run_config
-from megalin.train.loss_scale import LARGEST_SCALE, LossScale, LossScaleConfig, StepScale, read_step
+from megalin.train.loss_scale import LossScale, StepScale, read_step
+from megalin.train.precision import LARGEST_SCALE, LossScaleConfig
 from megalin.train.step import StepResult, accumulate_gradients, apply_gradients
 from tests.model_runs import CPU, checkpoint_tensors, late_results, train_here, write_config
 from tests.numerics import assert_close

@@ -20,12 +20,15 @@ from megalin.errors import ConfigError, NumericError, OperandError
 from megalin.model.config import ModelConfig
 from megalin.model.pipeline_stages import DecoderStage
 from megalin.model.presets import load_preset
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.optim.adamw import build_optimizer
+from megalin.optim.config import OptimizerConfig
 from megalin.parallel.agreement import rank
-from megalin.parallel.mesh import Mesh, ParallelConfig, check_world_size
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.tensor_parallel import local
 from megalin.train.build import build_model
-from megalin.train.config import check_launch, check_model, load_run_config
+from megalin.train.config import load_run_config
+from megalin.train.launch_checks import check_launch, check_model
 from megalin.train.metrics import Metrics
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.step import train_step
@@ -260,14 +263,14 @@ def test_schedule_that_splits_the_backward_is_refused_where_it_cannot(config: Pa
 
 
 def test_split_backward_is_refused_where_blocks_share_parameters(config: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr("megalin.parallel.config.version", lambda name: "2.13.0+cpu")
     layers = "model.layers=[{sublayers=[{type='hgrn2', num_heads=4}], repeat=4}]"
     with pytest.raises(ConfigError, match=r'blocks of type "hgrn2" share parameters, whose gradients torch cannot'):
         launched(config, 2, ON_STAGES, 'parallel.pp_schedule="zero_bubble"', layers)
 
 
 def test_split_backward_is_refused_by_a_torch_that_loses_gradients(config: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    monkeypatch.setattr("megalin.parallel.config.version", lambda name: "2.12.1")
     with pytest.raises(ConfigError, match=r"torch 2\.12\.1 loses gradients of weights there \(2\.13 does not\); use"):
         load_run_config(config, [ON_STAGES, 'parallel.pp_schedule="zero_bubble"'])
 

@@ -14,7 +14,7 @@ from megalin.checkpoint.config import CheckpointConfig
 from megalin.config import RENAMED, Config, dumps, read_toml, translate_renamed
 from megalin.errors import CheckpointError, ConfigError
 from megalin.model.config import ModelConfig
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
 from megalin.train.open_run import open_run

@@ -18,11 +18,13 @@ from megalin.errors import NumericError
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.ops.dispatch.backend import VARIABLE, used
-from megalin.optim.adamw import OptimizerConfig, build_optimizer
+from megalin.optim.adamw import build_optimizer
+from megalin.optim.config import OptimizerConfig
 from megalin.parallel import collectives
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor, local
 from megalin.train.build import build_model
 from megalin.train.step import PendingStep, accumulate_gradients, apply_gradients, train_step

@@ -13,7 +13,8 @@ from megalin.errors import ConfigError
 from megalin.evaluation.choices.suite import ChoiceOptions
 from megalin.evaluation.in_loop import LoopTaskRunner
 from megalin.evaluation.suites import EvalOptions, SuiteOptions, evaluate_checkpoints
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.parallel.tensor_parallel import local
 from megalin.report.page import write_report

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megalin.layers.mixers.base import MixerConfig
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.layers.config import MixerConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device
 from megalin.verify.case import Case
 from megalin.verify.comparison import TensorError

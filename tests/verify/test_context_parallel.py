@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 import pytest
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import mixer_types
-from megalin.parallel.mesh import ParallelConfig
+from megalin.layers.config import config_class, mixer_types
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case
 from megalin.verify.comparison import TensorError, kind
 from megalin.verify.run import FaultResult, self_test
@@ -176,7 +175,7 @@ def types_of(cases: Iterable[MixerCase]) -> set[str]:
 
 def types_with_context_parallelism() -> set[str]:
     """The decoder's mixers of the package that support context parallelism."""
-    configs = {kind: import_module(f"megalin.layers.mixers.{kind}").CONFIG for kind in mixer_types()}
+    configs = {kind: config_class(kind) for kind in mixer_types()}
     return {kind for kind, config in configs.items() if config.attends_to != "all" and config.supports_context_parallel}
 
 

@@ -9,7 +9,7 @@ import pytest
 from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import Case, make_batches, make_case, shrink, shrunk_length
 from megalin.verify.comparison import kind
 from megalin.verify.run import self_test

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import make_case
 from megalin.verify.comparison import kind
 from tests.cases import CASES, LENGTH

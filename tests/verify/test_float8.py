@@ -12,7 +12,8 @@ import pytest
 
 from megalin.__main__ import main
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import Mesh, ParallelConfig
+from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device
 from megalin.verify import faults
 from megalin.verify.case import Case, make_case

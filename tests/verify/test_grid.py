@@ -17,7 +17,7 @@ from megalin.__main__ import main
 from megalin.commands import verify
 from megalin.errors import ConfigError, RankFailedError
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import TensorError
 from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid

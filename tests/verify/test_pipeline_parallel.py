@@ -11,7 +11,7 @@ from megalin.__main__ import main
 from megalin.model.config import ModelConfig
 from megalin.model.pipeline_stages import plan_stages
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import kind
 from megalin.verify.outcome import _merge

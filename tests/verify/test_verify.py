@@ -13,7 +13,7 @@ from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.parallel.process_group import process_group
 from megalin.verify import comparison, outcome, rounding, run
 from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink

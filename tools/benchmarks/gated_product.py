@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
-from megalin.ops.gates.gated_product import Activation, gated_product, gated_product_reference
+from megalin.ops.choices import Activation
+from megalin.ops.gates.gated_product import gated_product, gated_product_reference
 
 TOKENS, CHECKED = 32768, 1000
 

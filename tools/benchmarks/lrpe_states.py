@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkWork
+from megalin.ops.choices import LRPEForm
 from megalin.ops.dispatch.backend import Backend
 from megalin.ops.positions.lrpe_states import enter_segments
-from megalin.ops.positions.silu_lrpe import LRPEForm
 
 BATCH, SEGMENTS, LENGTH, HEADS, VALUE = 4, 64, 128, 16, 128
 

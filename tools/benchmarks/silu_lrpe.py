@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork
-from megalin.ops.positions.silu_lrpe import LRPEForm, silu_lrpe, silu_lrpe_reference
+from megalin.ops.choices import LRPEForm
+from megalin.ops.positions.silu_lrpe import silu_lrpe, silu_lrpe_reference
 
 BATCH, LENGTH, HEADS, KEY, CHECKED = 4, 8192, 16, 128, 1000
 

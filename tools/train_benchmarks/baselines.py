@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import MixerConfig
+from megalin.layers.config import MixerConfig
 from megalin.model.config import ModelConfig
 from megalin.train.step import AsyncScalars
 from train_benchmarks.clock import StartedStep, end_on

@@ -8,9 +8,10 @@ from typing import Any
 from megalin.commands.base import read_values
 from megalin.config import parse
 from megalin.parallel.mesh import Mesh
-from megalin.train.config import RunConfig, check_launch
+from megalin.train.config import RunConfig
 from megalin.train.deepspeed_engine import DeepSpeedEngine
 from megalin.train.engine import Engine, FullyShardedEngine
+from megalin.train.launch_checks import check_launch
 
 _TRAIN = ("engine", "deepspeed_config", "global_batch_size", "micro_batch_size", "seed", "dtype", "recompute")
 KEYS = (

@@ -8,7 +8,8 @@ import pydantic
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerConfig, MixerContext, MixerOutput, State
+from megalin.layers.config import MixerConfig
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.ops import scalar_decay_scan
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -72,11 +73,9 @@ class LeakyAverageConfig(MixerConfig):
     num_heads: int = pydantic.Field(gt=0)
     """Heads, a divisor of the hidden size."""
 
-    def build(self, scope: BuildContext) -> LeakyAverage:
-        return LeakyAverage(self, scope)
-
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
         return self.model_copy(update={"num_heads": num_heads})
 
 
 CONFIG = LeakyAverageConfig
+MIXER = LeakyAverage

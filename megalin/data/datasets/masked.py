@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from megalin.data.batch import EncoderBatch
-from megalin.data.config import DataConfig, SplitName
+from megalin.data.config import FRAME_TOKENS, DataConfig, MaskingConfig, SplitName
 from megalin.data.datasets.documents import find_documents
 from megalin.data.datasets.token import open_parts, refuse_label_masks
-from megalin.data.masking import FRAME_TOKENS, Draws, MaskedSample, MaskingConfig, Vocabulary, mask, resolve_tokens
+from megalin.data.masking import Draws, MaskedSample, Vocabulary, mask, resolve_tokens
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import DataError

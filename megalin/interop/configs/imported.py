@@ -11,7 +11,8 @@ import tomli_w
 from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.presets import expand_preset
-from megalin.train.config import RunConfig, check_model
+from megalin.train.config import RunConfig
+from megalin.train.launch_checks import check_model
 
 Verdict = Literal["fill in", "differs", "not available", "no effect", "unknown"]
 """fill in: missing in the config. differs: the config has a substitute. not available: megalin lacks the feature.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megalin.interop.configs.flags import Flags
 from megalin.interop.configs.imported import ImportedConfig
-from megalin.train.loss_scale import LARGEST_SCALE, LossScaleConfig
+from megalin.train.precision import LARGEST_SCALE, LossScaleConfig
 
 _DEFAULTS = LossScaleConfig()
 

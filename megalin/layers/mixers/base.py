@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, cast
 
-import pydantic
 import torch
 from torch import Tensor, nn
 
-from megalin import layers
-from megalin.config import Config, NestedConfigError, problems, suggest
 from megalin.layers.gates import MixerGates
-from megalin.layers.norms import NormKind
 from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
-from megalin.parallel.data_parallel import largest_magnitudes
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
-from megalin.parallel.tensor_parallel import TensorParallel
+from megalin.parallel.tensor_parallel import TensorParallel, largest_magnitudes
 
 State = tuple[Tensor, ...]
 """The recurrent state or cache after the tokens so far, each tensor [B, ...]; empty for a mixer without one."""
@@ -109,6 +102,22 @@ class Mixer(nn.Module):
         super().__init__()
         self.full_precision: FullPrecision | None = None
 
+    @classmethod
+    def build(cls, config: Any, scope: BuildContext) -> Mixer:
+        """The mixer of a config of its type, on the meta device. A class with several forms chooses one."""
+        built: Mixer = cast(Any, cls)(config, scope)
+        return built
+
+    @classmethod
+    def shared_module(cls, config: Any, scope: BuildContext) -> nn.Module | None:
+        """A model-level module that all mixers of this type share; its output reaches them as context.shared[type]."""
+        return None
+
+    @classmethod
+    def input_layer(cls, config: Any, scope: BuildContext) -> Mixer | None:
+        """A mixer that replaces the model's embedded tokens by its output, once (no norm, no residual)."""
+        return None
+
     def build_mixer_context(self, context: SequenceContext) -> MixerContext:
         """This mixer's context; called outside of the block."""
         return MixerContext(
@@ -195,85 +204,3 @@ def update_derived_buffers(mixers: Sequence[Mixer]) -> None:
     largest = largest_magnitudes([weight for weights in tracked for weight in weights])
     for mixer, values in zip(mixers, largest.split([len(weights) for weights in tracked]), strict=True):
         mixer.update_from_weights(values)
-
-
-class MixerConfig(Config):
-    """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
-
-    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "earlier"
-    """Tokens of its document on which a token's output depends. earlier: itself and those before it, for decoders. all:
-    those after it too, for encoders. itself: no other one, for both (channel mixers)."""
-    supports_context_parallel: ClassVar[bool] = False
-    """True where the mixer runs on a shard of the sequence (parallel.cp)."""
-    type: str
-    """Module in megalin.layers.mixers, or the dotted path of a module elsewhere, whose CONFIG is the class."""
-    norm: NormKind = "srmsnorm"
-    """Norm of the sub-layer's input."""
-    norm_eps: float = pydantic.Field(default=1e-6, gt=0)
-    """Added, here and in norms inside the mixer, to the mean square or the variance inside the root; in maxnorm and
-    uncentered_layernorm, to the magnitude that they divide by."""
-    residual: Literal["add", "two_hop", "add_norm"] = "add"
-    """Residual rule. add: x <- x + f(norm(input)). two_hop: only the next sub-layer's input becomes
-    x + f(norm(input)); the residual stream x stays unchanged (Rodimus+ eq. 13). add_norm: x <- norm(x + f(input)), the
-    norm after the addition (BERT)."""
-
-    @property
-    def host_reads_documents(self) -> bool:
-        """True where the mixer reads the documents' offsets (`SequenceDocuments.packed`, `in_window`), for which the
-        host waits for the device once a batch; CUDA graphs exclude that."""
-        return False
-
-    @property
-    def widest_window(self) -> int | None:
-        """The most tokens that a token attends to, itself included; None where that is its whole document."""
-        return None
-
-    @property
-    def norms_input(self) -> bool:
-        """True where the mixer applies `norm` itself, fused with its next operation, so that its block does not."""
-        return False
-
-    def build(self, scope: BuildContext) -> Mixer:
-        """The mixer on the meta device. Raises ConfigError where sizes do not fit the mesh."""
-        raise NotImplementedError
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        """The same mixer at a size that runs in seconds, for `megalin verify`: many chunks, uneven widths."""
-        return self
-
-    def shared_module(self, scope: BuildContext) -> nn.Module | None:
-        """A model-level module that all mixers of this type share; its output reaches them as context.shared[type]."""
-        return None
-
-    def input_layer(self, scope: BuildContext) -> Mixer | None:
-        """A mixer that replaces the model's embedded tokens by its output, once (no norm, no residual)."""
-        return None
-
-
-def mixer_types() -> list[str]:
-    """Names of the mixers in megalin."""
-    path = [f"{folder}/mixers" for folder in layers.__path__]
-    return sorted(module.name for module in pkgutil.iter_modules(path) if module.name != "base")
-
-
-def _resolve(values: Any) -> Any:
-    """A table with a `type` -> an instance of that mixer's config class; an instance is returned unchanged."""
-    if not isinstance(values, Mapping):
-        return values
-    name = values.get("type")
-    if not isinstance(name, str):
-        raise NestedConfigError([f"type: required, the name of a mixer; known: {', '.join(mixer_types())}"])
-    if name not in mixer_types() and "." not in name:
-        raise NestedConfigError([f"type = {name!r}: there is no such mixer; {suggest(name, mixer_types())}"])
-    try:
-        module = importlib.import_module(name if "." in name else f"megalin.layers.mixers.{name}")
-    except ModuleNotFoundError as error:
-        raise NestedConfigError([f"type = {name!r}: {error}; give a module that can be imported"]) from None
-    try:
-        return module.CONFIG.model_validate(dict(values))
-    except pydantic.ValidationError as error:
-        raise NestedConfigError(problems(module.CONFIG, error)) from None
-
-
-SublayerConfig = Annotated[pydantic.SerializeAsAny[MixerConfig], pydantic.BeforeValidator(_resolve)]
-"""A field that holds the config of any mixer, chosen by its `type`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NoReturn, Self
+from typing import NoReturn
 
-import pydantic
 import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
+from megalin.layers.mixer_configs.bidirectional_softmax import BidirectionalSoftmaxConfig
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
 from megalin.ops.attention.bidirectional import bidirectional_attention, visible_in_documents
 from megalin.ops.attention.softmax import softmax_attention_flops
 from megalin.ops.positions.encodings import rope
@@ -77,26 +77,4 @@ class BidirectionalSoftmax(Mixer):
         return self.qkv.flops() + attention + self.out.flops()
 
 
-class BidirectionalSoftmaxConfig(MixerConfig):
-    """BERT's attention."""
-
-    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "all"
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["bidirectional_softmax"] = "bidirectional_softmax"
-    """This mixer."""
-    num_heads: int = pydantic.Field(gt=0)
-    """Heads; must divide the hidden size, and be divided by parallel.tp."""
-    bias: bool = True
-    """True: the four projections have biases."""
-    rope_base: float | None = pydantic.Field(default=None, gt=1)
-    """Base of the rotary frequencies base^(-2 j / head width), radians a token, of queries and keys. Left out: the
-    encoder's learned positions alone."""
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"num_heads": num_heads})
-
-    def build(self, scope: BuildContext) -> BidirectionalSoftmax:
-        return BidirectionalSoftmax(self, scope)
-
-
-CONFIG = BidirectionalSoftmaxConfig
+MIXER = BidirectionalSoftmax

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.layers.gates import MixerGates
-from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig
+from megalin.layers.linear_attention import LowRankGatedAttention
+from megalin.layers.mixer_configs.cosformer2 import CosFormer2Config
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
-from megalin.layers.positions import LRPEKind
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.states import tpe_state
 from megalin.ops.scans.tpe import TPEOutput, tpe, tpe_flops, tpe_step
@@ -31,6 +29,11 @@ class CosFormer2(LowRankGatedAttention):
 
     def __init__(self, config: CosFormer2Config, scope: BuildContext) -> None:
         super().__init__(config, scope, decay=None)
+
+    @classmethod
+    def input_layer(cls, config: CosFormer2Config, scope: BuildContext) -> TPE:
+        """TPE of the model's embedded tokens."""
+        return TPE(config, scope)
 
 
 class TPEParameters(FullPrecision):
@@ -118,20 +121,4 @@ class TPE(Mixer):
         return [(self.local_width, self.num_decays)]
 
 
-class CosFormer2Config(LowRankGatedConfig):
-    """cosFormer2's token mixer. The model's embedded tokens pass through TPE, which has as many decays as a head has
-    channels and the chunk size of the first such sub-layer."""
-
-    type: Literal["cosformer2"] = "cosformer2"
-    """This mixer."""
-    lrpe: LRPEKind | None = "cosine"
-    """Learnable relative positions on queries and keys."""
-
-    def build(self, scope: BuildContext) -> CosFormer2:
-        return CosFormer2(self, scope)
-
-    def input_layer(self, scope: BuildContext) -> TPE:
-        return TPE(self, scope)
-
-
-CONFIG = CosFormer2Config
+MIXER = CosFormer2

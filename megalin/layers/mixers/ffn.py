@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, Self
 
-import pydantic
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
+from megalin.layers.mixer_configs.ffn import ActivationName, FFNConfig
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
-
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -53,25 +50,4 @@ class FFN(Mixer):
         return self.up.flops() + self.down.flops()
 
 
-class FFNConfig(MixerConfig):
-    """The channel mixer of the Transformer and of BERT, two matrices and an activation."""
-
-    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "itself"
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["ffn"] = "ffn"
-    """This mixer."""
-    intermediate_size: int = pydantic.Field(gt=0)
-    """Width between the two projections."""
-    activation: ActivationName = "gelu"
-    """Applied between them. gelu: with the error function; gelu_tanh: its approximation. squared_relu: relu(x)^2."""
-    bias: bool = True
-    """True: both projections have biases."""
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"intermediate_size": hidden_size + num_heads})
-
-    def build(self, scope: BuildContext) -> FFN:
-        return FFN(self, scope)
-
-
-CONFIG = FFNConfig
+MIXER = FFN

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
-
-import pydantic
 from torch import Tensor, nn
 
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
+from megalin.layers.mixer_configs.glu import GLUConfig
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.norms import SRMSNorm
 from megalin.ops.decoding.few_rows import normed_glu
-from megalin.ops.gates.gated_product import Activation
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.tensor_parallel import local
 
@@ -49,25 +46,4 @@ class GLU(Mixer):
         return self.up.flops() + self.down.flops()
 
 
-class GLUConfig(MixerConfig):
-    """The gated channel mixer."""
-
-    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "itself"
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["glu"] = "glu"
-    """This mixer."""
-    intermediate_size: int = pydantic.Field(gt=0)
-    """Width between the up and down projections."""
-    activation: Activation = "none"
-    """Applied to the gate. none: SGLU (TransNormerLLM, TNL, HGRN2); silu: SwiGLU."""
-    bias: bool = False
-    """True: the three projections have biases."""
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"intermediate_size": hidden_size + num_heads})
-
-    def build(self, scope: BuildContext) -> GLU:
-        return GLU(self, scope)
-
-
-CONFIG = GLUConfig
+MIXER = GLU

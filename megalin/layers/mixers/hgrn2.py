@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
-
-import pydantic
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.gates import MixerGates
+from megalin.layers.mixer_configs.hgrn2 import HGRN2Config
 from megalin.layers.mixers.base import (
     BuildContext,
     FullPrecision,
     Mixer,
-    MixerConfig,
     MixerContext,
     MixerOutput,
     SequenceContext,
     State,
 )
-from megalin.layers.norms import HeadNormKind, SRMSNorm
+from megalin.layers.norms import SRMSNorm
 from megalin.ops.decoding.gated_steps import NormedInput, gated_vector_step
 from megalin.ops.gates.forget_gates import forget_gates
 from megalin.ops.scans.fixed_decay import decay_scan_flops
@@ -30,8 +27,6 @@ from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
 from megalin.parallel.tensor_parallel import TensorParallel, local
-
-TYPE: Literal["hgrn2"] = "hgrn2"
 
 
 class Gamma(FullPrecision):
@@ -95,6 +90,11 @@ class HGRN2(Mixer):
             name=name,
             norm=config.output_norm,
         )
+
+    @classmethod
+    def shared_module(cls, config: HGRN2Config, scope: BuildContext) -> LowerBounds | None:
+        """Gamma's cumulative softmax, the lower bounds of all layers."""
+        return LowerBounds(scope) if config.lower_bounds == "learned" else None
 
     def full_precision_tensors(self, context: SequenceContext) -> tuple[Tensor, ...]:
         if self.config.lower_bounds == "none":
@@ -173,41 +173,4 @@ class HGRN2(Mixer):
         return [(self.local_heads, self.head_dim, self.head_dim)]
 
 
-class HGRN2Config(MixerConfig):
-    """HGRN2's token mixer."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["hgrn2"] = TYPE
-    """This mixer."""
-    num_heads: int = pydantic.Field(gt=0)
-    """Heads; must divide the hidden size, and be divided by parallel.tp."""
-    query_activation: Literal["silu", "sigmoid"] = "silu"
-    """Applied to the query, the paper's output gate. sigmoid: the WikiText-103 model."""
-    value_activation: Literal["none", "silu"] = "none"
-    """Applied to the value, the paper's input. silu: the WikiText-103 model."""
-    lower_bounds: Literal["learned", "none"] = "learned"
-    """Lower bounds beta of the forget gate. learned: eq. 2, increasing from layer to layer. none: beta = 0, f =
-    sigmoid(x W_f) in every layer, the ablation of HGRN to which section 4.3 refers; no Gamma then."""
-    bias: bool = False
-    """True: the four projections have biases."""
-    output_norm: HeadNormKind = "srmsnorm"
-    """Norm of all heads' outputs together."""
-    output_norm_eps: float | None = pydantic.Field(default=None, gt=0)
-    """Added to the mean square or the variance inside the root of that norm; left out: norm_eps."""
-    scan_scale: Literal["one", "inverse_sqrt"] = "one"
-    """Factor on the scan's output. one: 1. inverse_sqrt: head width^(-1/2), as in flash-linear-attention's
-    checkpoints. The norm after it cancels the factor but for eps."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
-    """Tokens a chunk of the scan; the result does not depend on it."""
-
-    def build(self, scope: BuildContext) -> HGRN2:
-        return HGRN2(self, scope)
-
-    def shared_module(self, scope: BuildContext) -> LowerBounds | None:
-        return LowerBounds(scope) if self.lower_bounds == "learned" else None
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"num_heads": num_heads, "chunk_size": 16})
-
-
-CONFIG = HGRN2Config
+MIXER = HGRN2

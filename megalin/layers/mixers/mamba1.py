@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import NamedTuple
 
-import pydantic
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
-from megalin.layers.mixers.base import (
-    BuildContext,
-    FullPrecision,
-    Mixer,
-    MixerConfig,
-    MixerContext,
-    MixerOutput,
-    State,
-)
-from megalin.layers.norms import NormKind
+from megalin.layers.mixer_configs.mamba1 import Mamba1Config
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.short_conv import ShortConv
 from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
@@ -156,28 +147,4 @@ class Mamba1(Mixer):
         return [(self.config.conv_width - 1, self.local_inner), (self.local_inner, self.config.state_size)]
 
 
-class Mamba1Config(MixerConfig):
-    """Mamba-1's token mixer, of width twice the hidden size; a block needs no other."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["mamba1"] = "mamba1"
-    """This mixer."""
-    norm: NormKind = "rmsnorm"
-    """Norm of the sub-layer's input."""
-    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the mean square inside the root."""
-    state_size: int = pydantic.Field(default=16, gt=0)
-    """N, states a channel: the width of B and of C."""
-    step_rank: int | None = pydantic.Field(default=None, gt=0)
-    """R, rank of the projection to the time steps; left out: the hidden size / 16, rounded up."""
-    conv_width: int = pydantic.Field(default=4, ge=2)
-    """Taps of the short convolution, the current token included."""
-
-    def build(self, scope: BuildContext) -> Mamba1:
-        return Mamba1(self, scope)
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"state_size": 6, "step_rank": 5})
-
-
-CONFIG = Mamba1Config
+MIXER = Mamba1

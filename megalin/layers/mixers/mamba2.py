@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import NamedTuple
 
-import pydantic
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,16 +13,8 @@ from megalin.errors import ConfigError
 from megalin.layers.decay import draw_step_bias
 from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
-from megalin.layers.mixers.base import (
-    BuildContext,
-    FullPrecision,
-    Mixer,
-    MixerConfig,
-    MixerContext,
-    MixerOutput,
-    State,
-)
-from megalin.layers.norms import NormKind
+from megalin.layers.mixer_configs.mamba2 import Mamba2Config
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.scaled_heads import scaled_heads
 from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
@@ -219,35 +210,4 @@ class Mamba2(Mixer):
         return [(past, local_inner), (past, shared), (self.local_heads, state_size, head_dim)]
 
 
-class Mamba2Config(MixerConfig):
-    """Mamba-2's token mixer, of width twice the hidden size; a block needs no other."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["mamba2"] = "mamba2"
-    """This mixer."""
-    norm: NormKind = "rmsnorm"
-    """Norm of the sub-layer's input."""
-    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the mean square inside the root, here and in the gated norm before the output projection."""
-    head_dim: int = pydantic.Field(default=64, gt=0)
-    """P, values a head; divides twice the hidden size into heads that parallel.tp divides."""
-    state_size: int = pydantic.Field(default=128, gt=0)
-    """N, keys a head: the width of B and of C."""
-    num_groups: int = pydantic.Field(default=1, gt=0)
-    """G, groups of heads, each with a B and C and a norm of its own; divides the heads. parallel.tp divides several."""
-    conv_width: int = pydantic.Field(default=4, ge=2)
-    """Taps of the short convolution, the current token included."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
-    """Tokens a chunk of the scan; the result does not depend on it."""
-
-    def build(self, scope: BuildContext) -> Mamba2:
-        return Mamba2(self, scope)
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        head_dim = 2 * hidden_size // num_heads
-        groups = 1 if self.num_groups == 1 else num_heads // 2
-        update = {"head_dim": head_dim, "state_size": 12, "num_groups": groups, "chunk_size": 16}
-        return self.model_copy(update=update)
-
-
-CONFIG = Mamba2Config
+MIXER = Mamba2

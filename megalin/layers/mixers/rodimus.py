@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import NamedTuple
 
-import pydantic
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,16 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megalin.layers.decay import draw_step_bias
 from megalin.layers.gates import MixerGates
 from megalin.layers.halo import entering_inputs
-from megalin.layers.mixers.base import (
-    BuildContext,
-    FullPrecision,
-    Mixer,
-    MixerConfig,
-    MixerContext,
-    MixerOutput,
-    State,
-)
-from megalin.layers.norms import NormKind
+from megalin.layers.mixer_configs.rodimus import RodimusConfig
+from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.short_conv import ShortConv
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.ddts_gates import ddts_gates
@@ -40,7 +31,6 @@ from megalin.parallel.tensor_parallel import TensorParallel, local
 GAIN = 2.0**-2.5
 """Xavier gain of the matrices that the gates, the queries and the keys come from."""
 WIDTH_MULTIPLE = 8
-Gate = Literal["selection", "temperature", "input"]
 
 
 class GateVectors(FullPrecision):
@@ -261,58 +251,4 @@ class Rodimus(Mixer):
         return [(taps - 1, width), (1, self.config.state_size, width)]
 
 
-class RodimusConfig(MixerConfig):
-    """Rodimus' token mixer."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["rodimus"] = "rodimus"
-    """This mixer."""
-    norm: NormKind = "rmsnorm"
-    """Norm of the sub-layer's input."""
-    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the mean square inside the root, here and in the norm before the output projection."""
-    state_size: int = pydantic.Field(default=64, gt=0)
-    """n, key channels of the state, which has n x m numbers; m is twice the hidden size, rounded up to 8."""
-    gates: list[Gate] = pydantic.Field(default=["selection", "temperature", "input"])
-    """Gates of the recurrence (Table 15). selection: g, which decays the state by exp(-g) and scales the keys; without
-    it the state never decays. temperature: tau, which makes these exp(-g tau) and g^tau; needs selection. input:
-    beta-hat of the values."""
-    input_gate_rank: int | None = pydantic.Field(default=None, gt=0)
-    """Rank of the gate of the values; left out: the hidden size / 64, at least 16."""
-    query_key_input: Literal["convolved", "projected"] = "convolved"
-    """Input of queries and keys. convolved: x', after the short convolution, as in the released code. projected: x,
-    before it, as in the text (section 3.1.3)."""
-    conv_width: int = pydantic.Field(default=4, ge=2)
-    """Taps of the short convolution, the current token included."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
-    """Tokens a chunk of the scan; the result does not depend on it."""
-
-    @pydantic.model_validator(mode="after")
-    def _gates_agree(self) -> Self:
-        problems = []
-        if len(set(self.gates)) < len(self.gates):
-            problems.append(f"gates = {self.gates} names a gate twice; name each once")
-        if "temperature" in self.gates and "selection" not in self.gates:
-            problems.append('gates has "temperature", which tempers the selection; add "selection", or leave it out')
-        if self.input_gate_rank is not None and "input" not in self.gates:
-            problems.append(
-                f'input_gate_rank = {self.input_gate_rank} has no meaning without "input" in gates; leave it out'
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    @property
-    def scale(self) -> float:
-        """Factor on the scan's output, n^(-1/2); the feed-through is added before the norm, which so keeps it."""
-        return 1.0 / math.sqrt(self.state_size)
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        rank = 5 if "input" in self.gates else None
-        return self.model_copy(update={"state_size": 6, "input_gate_rank": rank, "chunk_size": 16})
-
-    def build(self, scope: BuildContext) -> Rodimus:
-        return Rodimus(self, scope)
-
-
-CONFIG = RodimusConfig
+MIXER = Rodimus

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
-
-import pydantic
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import ConfigError
 from megalin.layers.halo import entering_inputs
-from megalin.layers.mixers.base import BuildContext, Mixer, MixerConfig, MixerContext, MixerOutput, State
-from megalin.layers.norms import NormKind
+from megalin.layers.mixer_configs.shared_key_attention import SharedKeyAttentionConfig
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
 from megalin.ops.attention.window import WindowCache, window_attention, window_attention_flops
 from megalin.ops.positions.encodings import rope
 from megalin.parallel.initialisation import Initializer, normal
@@ -94,39 +91,4 @@ class SharedKeyAttention(Mixer):
         return [(past, self.head_dim), (past, self.local_heads, self.head_dim), (past,)]
 
 
-class SharedKeyAttentionConfig(MixerConfig):
-    """Sliding-window attention with one shared key."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["shared_key_attention"] = "shared_key_attention"
-    """This mixer."""
-    norm: NormKind = "rmsnorm"
-    """Norm of the sub-layer's input."""
-    norm_eps: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the mean square inside the root."""
-    num_heads: int = pydantic.Field(gt=0)
-    """Query and value heads; must divide the hidden size into even widths, and be divided by parallel.tp."""
-    window: int = pydantic.Field(ge=1)
-    """Visible tokens, the token itself included (Rodimus+: half the training length)."""
-    rope_base: float = pydantic.Field(default=10000.0, gt=1)
-    """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
-    backend: Literal["auto", "mask"] = "auto"
-    """Implementation of attention without a state. auto: as of `softmax`. mask: PyTorch's own with a T x T mask of
-    packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
-
-    @property
-    def host_reads_documents(self) -> bool:
-        return self.backend != "mask"
-
-    @property
-    def widest_window(self) -> int:
-        return self.window
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        return self.model_copy(update={"num_heads": num_heads, "window": 11})
-
-    def build(self, scope: BuildContext) -> SharedKeyAttention:
-        return SharedKeyAttention(self, scope)
-
-
-CONFIG = SharedKeyAttentionConfig
+MIXER = SharedKeyAttention

@@ -6,25 +6,15 @@ With a window it is Rodimus+'s windowed MHA or GQA, with sinks StreamingLLM's at
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
 
-import pydantic
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megalin.config import Config
 from megalin.errors import ConfigError
-from megalin.layers.mixers.base import (
-    BuildContext,
-    Mixer,
-    MixerConfig,
-    MixerContext,
-    MixerOutput,
-    SequenceContext,
-    State,
-)
-from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend
+from megalin.layers.mixer_configs.softmax import RopeScalingConfig, SoftmaxConfig
+from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, SequenceContext, State
+from megalin.ops.attention.causal import causal_attention, check_backend
 from megalin.ops.attention.local import LocalCache, block_attention, block_ids, local_attention
 from megalin.ops.attention.softmax import (
     KeyValueCache,
@@ -59,6 +49,12 @@ class Softmax(Mixer):
     another returns y; key-value heads are repeated where cp does not divide them. Where cp does not divide a rank's
     query heads, each rank gathers the keys and values of all tokens instead.
     """
+
+    @classmethod
+    def build(cls, config: SoftmaxConfig, scope: BuildContext) -> Softmax:
+        """`LocalSoftmax` with a window or blocks."""
+        is_local = config.window is not None or config.block_size is not None
+        return LocalSoftmax(config, scope) if is_local else Softmax(config, scope)
 
     def __init__(self, config: SoftmaxConfig, scope: BuildContext) -> None:
         super().__init__()
@@ -136,7 +132,7 @@ class Softmax(Mixer):
             weights = (self.tp.all_reduce_gradient(local(weight)) for weight in (self.q_norm, self.k_norm))
             q, k = (rms_norm(y, weight, eps=self.config.norm_eps) for y, weight in zip((q, k), weights, strict=True))
         base, table = self.config.rope_base, self.config.rope_scaling
-        scaling = None if table is None else table.scaling
+        scaling = None if table is None else _rope_scaling(table)
         q, k = (rope(y, context.positions, base=base, scaling=scaling) for y in (q, k))
         return q, k, v
 
@@ -248,120 +244,15 @@ def _keep(x: Tensor, kept: Tensor) -> Tensor:
     return x.masked_fill(~kept[..., None, None], 0.0)
 
 
-class RopeScalingConfig(Config):
-    """Division of the frequencies of rotary positions, as in models trained on longer texts after their pretraining."""
-
-    type: Literal["linear", "llama3"]
-    """linear: all frequencies. llama3: the low ones, with a transition between two wavelengths (LLaMA 3.1)."""
-    factor: float = pydantic.Field(gt=0)
-    """Number that frequencies are divided by."""
-    low_frequency_factor: float = pydantic.Field(default=1.0, gt=0)
-    """llama3: frequencies with fewer turns in original_length tokens are divided by factor."""
-    high_frequency_factor: float = pydantic.Field(default=4.0, gt=0)
-    """llama3: frequencies with more turns in original_length tokens are kept; above low_frequency_factor."""
-    original_length: int = pydantic.Field(default=8192, gt=0)
-    """llama3: tokens of a sequence in the pretraining."""
-
-    @pydantic.model_validator(mode="after")
-    def _is_a_transition(self) -> Self:
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        if high <= low:
-            raise ValueError(f"high_frequency_factor = {high} must be above low_frequency_factor = {low}; raise it")
-        return self
-
-    @property
-    def scaling(self) -> RopeScaling:
-        """As an argument of `rope`."""
-        return RopeScaling(
-            self.type, self.factor, self.low_frequency_factor, self.high_frequency_factor, self.original_length
-        )
+def _rope_scaling(config: RopeScalingConfig) -> RopeScaling:
+    """The config as an argument of `rope`."""
+    return RopeScaling(
+        config.type,
+        config.factor,
+        config.low_frequency_factor,
+        config.high_frequency_factor,
+        config.original_length,
+    )
 
 
-class SoftmaxConfig(MixerConfig):
-    """LLaMA's attention."""
-
-    supports_context_parallel: ClassVar[bool] = True
-    type: Literal["softmax"] = "softmax"
-    """This mixer."""
-    num_heads: int = pydantic.Field(gt=0)
-    """Query heads; must divide the hidden size into even widths, and be divided by parallel.tp."""
-    num_key_value_heads: int | None = pydantic.Field(default=None, gt=0)
-    """Heads of keys and values, each read by num_heads / num_key_value_heads query heads; must divide num_heads and be
-    divided by parallel.tp. Left out: num_heads."""
-    head_dim: int | None = pydantic.Field(default=None, gt=0)
-    """K, channels of a head, even; left out: hidden_size / num_heads."""
-    qkv_bias: bool = False
-    """True: the projections to queries, keys and values have biases (Qwen2)."""
-    output_bias: bool = False
-    """True: the last projection has a bias (LLaMA with attention_bias, together with qkv_bias)."""
-    qk_norm: bool = False
-    """True: an RMSNorm of each head's queries and keys before their positions, with norm_eps (Qwen3)."""
-    window: int | None = pydantic.Field(default=None, ge=1)
-    """Visible tokens, the token itself included (Rodimus+ Tables 6 and 14); left out: all earlier ones. Decoding then
-    keeps a state of fixed size."""
-    num_sinks: int | None = pydantic.Field(default=None, ge=1)
-    """First tokens of each document that stay visible outside of the window (StreamingLLM, Rodimus+ Table 7), at their
-    true distance; left out: none. They need a T x T mask in training, which no flash kernel takes."""
-    block_size: int | None = pydantic.Field(default=None, ge=1)
-    """Tokens of a block; a token attends to earlier ones of its own block alone, and each document starts a block
-    (DiagAttention of TransNormer, TransNormerLLM Table 2). Left out: no blocks."""
-    rope_base: float = pydantic.Field(default=10000.0, gt=1)
-    """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
-    rope_scaling: RopeScalingConfig | None = None
-    """Change of the rotary frequencies for longer texts; left out: none."""
-    backend: AttentionBackend = "auto"
-    """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
-    flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
-    flash_attn for packed documents of head widths that PyTorch has no kernel for. mask: PyTorch's own with a T x T mask
-    of packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
-
-    @property
-    def host_reads_documents(self) -> bool:
-        return self.backend != "mask"
-
-    @pydantic.model_validator(mode="after")
-    def _visible_tokens_agree(self) -> Self:
-        problems = []
-        if self.window is not None and self.block_size is not None:
-            problems.append(
-                f"window = {self.window} and block_size = {self.block_size} are two choices of visible tokens; give one"
-            )
-        if self.num_sinks is not None and self.window is None:
-            problems.append(f"num_sinks = {self.num_sinks} needs a window, outside of which they are; give one")
-        if self.num_sinks is not None and self.backend == "flash_attn":
-            problems.append('backend = "flash_attn" takes no num_sinks, which need a mask; use "auto" or "sdpa"')
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-    @property
-    def span(self) -> int:
-        """Tokens of the window or block."""
-        span = self.window or self.block_size
-        assert span is not None, "all earlier tokens are visible"
-        return span
-
-    @property
-    def widest_window(self) -> int | None:
-        return self.window
-
-    @property
-    def key_value_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.num_heads if self.num_key_value_heads is None else self.num_key_value_heads
-
-    def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:
-        grouped = self.key_value_heads < self.num_heads
-        update = {"num_heads": num_heads, "num_key_value_heads": num_heads // 2 if grouped else None}
-        if self.head_dim is not None:
-            update["head_dim"] = 6
-        small = {"window": 11, "num_sinks": 3, "block_size": 7}
-        update |= {name: size for name, size in small.items() if getattr(self, name) is not None}
-        return self.model_copy(update=update)
-
-    def build(self, scope: BuildContext) -> Softmax:
-        is_local = self.window is not None or self.block_size is not None
-        return LocalSoftmax(self, scope) if is_local else Softmax(self, scope)
-
-
-CONFIG = SoftmaxConfig
+MIXER = Softmax

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from megalin.layers.decay import DecayKind
-from megalin.layers.linear_attention import LowRankGatedAttention, LowRankGatedConfig, PositionedAttentionConfig
+from megalin.layers.linear_attention import LowRankGatedAttention
+from megalin.layers.mixer_configs.tnl import TNLConfig
 from megalin.layers.mixers.base import BuildContext
 
 
@@ -19,18 +17,4 @@ class TNL(LowRankGatedAttention):
         super().__init__(config, scope, decay=None if config.decay == "none" else config.decay)
 
 
-class TNLConfig(LowRankGatedConfig, PositionedAttentionConfig):
-    """TNL's token mixer."""
-
-    type: Literal["tnl"] = "tnl"
-    """This mixer."""
-    decay: DecayKind = "alibi"
-    """Table of fixed decays. alibi: the released checkpoints'. paper: TransNormerLLM eq. 2. alibi_no_temperature,
-    no_temperature: these two without the layer factor 1 - l / L (TransNormerLLM Table 4). none: no decay (its Table
-    3)."""
-
-    def build(self, scope: BuildContext) -> TNL:
-        return TNL(self, scope)
-
-
-CONFIG = TNLConfig
+MIXER = TNL

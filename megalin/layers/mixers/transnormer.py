@@ -5,12 +5,10 @@ Without decay and gate it is TransNormer's NormAttention.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from megalin.layers.decay import DecayKind
-from megalin.layers.linear_attention import LinearAttention, PositionedAttentionConfig
+from megalin.layers.linear_attention import LinearAttention
+from megalin.layers.mixer_configs.transnormer import TransNormerConfig
 from megalin.layers.mixers.base import BuildContext
 from megalin.parallel.linear import ColumnParallelLinear
 
@@ -39,19 +37,4 @@ class TransNormer(LinearAttention):
         return self.qkvu if self.gated else self.qkv
 
 
-class TransNormerConfig(PositionedAttentionConfig):
-    """TransNormerLLM's token mixer."""
-
-    type: Literal["transnormer"] = "transnormer"
-    """This mixer."""
-    decay: DecayKind = "alibi"
-    """Table of fixed decays. alibi: the released checkpoints'. paper: the paper's eq. 2. alibi_no_temperature,
-    no_temperature: these two without the layer factor 1 - l / L (Table 4). none: no decay (Table 3, LRPE)."""
-    gate: Literal["linear", "none"] = "linear"
-    """Output gate. linear: u = x W_u. none: y = SRMSNorm(scan) W_o, without W_u's D^2 parameters (Table 5)."""
-
-    def build(self, scope: BuildContext) -> TransNormer:
-        return TransNormer(self, scope)
-
-
-CONFIG = TransNormerConfig
+MIXER = TransNormer

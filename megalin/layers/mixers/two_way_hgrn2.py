@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NoReturn
+from typing import NoReturn
 
 from torch import Tensor, nn
 
 from megalin.errors import ConfigError
+from megalin.layers.mixer_configs.two_way_hgrn2 import TwoWayHGRN2Config
 from megalin.layers.mixers.base import BuildContext, MixerContext, MixerOutput, State
-from megalin.layers.mixers.hgrn2 import HGRN2, HGRN2Config
+from megalin.layers.mixers.hgrn2 import HGRN2
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.fixed_decay import decay_scan_flops
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.parallel.context_parallel import ReversedExchange
-
-TYPE: Literal["two_way_hgrn2"] = "two_way_hgrn2"
 
 
 class TwoWayHGRN2(HGRN2):
@@ -88,15 +87,4 @@ class TwoWayHGRN2(HGRN2):
         return []
 
 
-class TwoWayHGRN2Config(HGRN2Config):
-    """HGRN2's token mixer in both directions, for encoders."""
-
-    attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "all"
-    type: Literal["two_way_hgrn2"] = TYPE  # type: ignore[assignment]  # the base names its own module
-    """This mixer."""
-
-    def build(self, scope: BuildContext) -> TwoWayHGRN2:
-        return TwoWayHGRN2(self, scope)
-
-
-CONFIG = TwoWayHGRN2Config
+MIXER = TwoWayHGRN2

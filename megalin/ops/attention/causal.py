@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +26,10 @@ from megalin.ops.attention.softmax import (
     softmax_attention,
     visible_near,
 )
+from megalin.ops.choices import AttentionBackend
 from megalin.ops.dispatch.backend import Choice, report_choice
+from megalin.ops.dispatch.compile_constants import assume_constant_result
 from megalin.ops.documents import UNPACKED, PackedDocuments
-
-AttentionBackend = Literal["auto", "sdpa", "flash_attn", "mask"]
-"""sdpa: PyTorch's own. flash_attn: the package flash-attn (see check_backend). auto: sdpa, and the package for packed
-sequences and windows that PyTorch has no kernel for. mask: PyTorch's fused attention, for packed sequences and windows
-with a T x S mask."""
 
 _KERNELS: dict[AttentionBackend, tuple[FlashKernel, ...]] = {
     "auto": ("torch", "flash_attn"),
@@ -87,7 +83,7 @@ def causal_attention(
     return softmax_attention(q, k, v, visible=visible_near(queries, length, ids, window=window, num_sinks=num_sinks))
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def kernel_for(
     backend: AttentionBackend, unpacked: bool, device: str, dtype: torch.dtype, head_dim: int
 ) -> FlashKernel | None:

@@ -8,20 +8,17 @@ Both are tested against the definition, `dense_attention_reference`.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import OperandError
+from megalin.ops.choices import DenseForm
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_one_dtype, check_operands
 from megalin.ops.positions.encodings import document_spans
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops
 
-DenseForm = Literal["auto", "linear", "quadratic"]
-"""linear: Q (K^T V). quadratic: (Q K^T) V. auto: the one with fewer operations."""
 CHUNK = 64
 """Tokens a chunk of the linear form's scans over packed documents."""
 

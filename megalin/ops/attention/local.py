@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import OperandError
-from megalin.ops.attention.causal import AttentionBackend, causal_attention
+from megalin.ops.attention.causal import causal_attention
 from megalin.ops.attention.dense import window_ids
 from megalin.ops.attention.softmax import check_heads, check_window, softmax_attention, visible_tokens
+from megalin.ops.choices import AttentionBackend
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.positions.encodings import document_spans
 

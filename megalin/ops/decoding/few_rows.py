@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.choices import Activation
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import sample
-from megalin.ops.gates.gated_product import Activation, gated_product_reference
+from megalin.ops.gates.gated_product import gated_product_reference
 
 MAX_ROWS = 4
 """Rows up to which a matrix-vector kernel a row takes the place of a matmul."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.choices import LRPEForm
 from megalin.ops.decoding.few_rows import scale_of
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
@@ -19,7 +20,7 @@ from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import sample
 from megalin.ops.gates.forget_gates import forget_gates_reference
-from megalin.ops.positions.silu_lrpe import LRPEForm, silu_lrpe_reference
+from megalin.ops.positions.silu_lrpe import silu_lrpe_reference
 from megalin.ops.scans.fixed_decay import decay_step_reference
 from megalin.ops.scans.vector_decay_step import vector_decay_step_reference
 

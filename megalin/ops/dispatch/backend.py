@@ -22,6 +22,7 @@ import torch
 
 from megalin.config import suggest
 from megalin.errors import KernelError
+from megalin.ops.dispatch.compile_constants import assume_constant_result
 
 Backend = Literal["auto", "reference", "triton", "cuda", "apex"]
 """auto: the first backend in the op's order that runs here and passes its self-test, else the reference. The order is
@@ -66,7 +67,7 @@ def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled
     _kernels[op] = Kernel(order, self_test)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def choose(
     op: str, backend: Backend, device: str, unsupported: str = "", limits: Mapping[Compiled, str] | None = None
 ) -> str:
@@ -184,7 +185,7 @@ def assume_kernels() -> Iterator[None]:
         _assumed.reset(token)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def kernels_assumed() -> bool:
     """Whether `assume_kernels` is active."""
     return _assumed.get()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megalin.ops.dispatch.backend import Backend, requested
+from megalin.ops.dispatch.compile_constants import assume_constant_result
 
 
 def left_to_inductor(op: str, backend: Backend) -> bool:
@@ -17,6 +18,6 @@ def left_to_inductor(op: str, backend: Backend) -> bool:
     return torch.compiler.is_compiling() and _is_auto(op, backend)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _is_auto(op: str, backend: Backend) -> bool:
     return backend == "auto" and requested(op) == "auto"

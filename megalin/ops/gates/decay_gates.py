@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.choices import DecayForm, TiedGate
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 
-DecayForm = Literal["sigmoid", "double_exp", "step", "power"]
-"""sigmoid: A = sigmoid(g)^(1/tau) (GLA, gRetNet). double_exp: A = exp(-exp(g)) (RWKV6). step: A = exp(-a softplus(g))
-(Mamba-2). power: A = exp(-a sigmoid(g)) (Hawk)."""
-TiedGate = Literal["none", "complement", "root_complement", "selection"]
-"""none: B = 1. complement: B = 1 - A (HGRN2). root_complement: B = sqrt(1 - A^2) (Hawk). selection: B = softplus(g), of
-the form step (Mamba-2)."""
 MAX_EXPONENT = 6.0
 """Above this, exp(-exp(g)) < 1e-175 is zero, and exp(g) would soon overflow."""
 EXACT_ABOVE = 40.0

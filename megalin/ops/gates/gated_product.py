@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megalin.errors import OperandError
+from megalin.ops.choices import Activation
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
-
-Activation = Literal["none", "silu"]
 
 
 def gated_product(gate_value: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.choices import LRPEForm, QueryKeyActivation
 from megalin.ops.dispatch.dtypes import compute_dtype
-from megalin.ops.positions.silu_lrpe import LRPEForm, check_lrpe, lrpe, silu_lrpe
-
-QueryKeyActivation = Literal["silu", "none", "1+elu"]
+from megalin.ops.positions.silu_lrpe import check_lrpe, lrpe, silu_lrpe
 
 
 def activated_lrpe(

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from megalin.errors import OperandError
+from megalin.ops.choices import LRPEForm
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.operands import check_one_dtype, check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.positions.encodings import check_pairs
-from megalin.ops.positions.silu_lrpe import LRPEForm
 
 
 class SegmentStates(NamedTuple):

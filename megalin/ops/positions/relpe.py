@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from megalin.ops.choices import RelPEForm, RelPEFrequencies
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.positions.encodings import lrpe_rotation
-
-RelPEForm = Literal["cosine", "g2", "rope"]
-RelPEFrequencies = Literal["released", "printed", "constant"]
 
 
 def relpe_frequencies(

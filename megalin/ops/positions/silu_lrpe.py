@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.choices import LRPEForm
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
@@ -15,8 +16,6 @@ from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.positions.encodings import check_pairs, lrpe_cosine, lrpe_rotation
-
-LRPEForm = Literal["cosine", "rotation"]
 
 
 def silu_lrpe(

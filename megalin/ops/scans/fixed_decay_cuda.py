@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalin.ops.dispatch.compile_constants import assume_constant_result
 from megalin.ops.dispatch.cuda_launch import call
 
 WIDE = 128
@@ -28,7 +29,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     return ""
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _is_hopper() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 

@@ -9,8 +9,8 @@ from megalin.errors import ConfigError
 from megalin.interop.configs import deepspeed
 from megalin.interop.configs.deepspeed import add_deepspeed, read_json
 from megalin.interop.configs.imported import ImportedConfig
-from megalin.optim.adamw import OptimizerConfig
-from megalin.optim.schedule import ScheduleConfig, learning_rate
+from megalin.optim.config import OptimizerConfig, ScheduleConfig
+from megalin.optim.schedule import learning_rate
 from megalin.train.deepspeed_config import KNOWN, Owned, resolve_deepspeed
 from tests.train.test_deepspeed_config import REFUSED
 

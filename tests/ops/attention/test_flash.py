@@ -19,7 +19,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.ops.attention import causal as choice
 from megalin.ops.attention import flash as op
 from megalin.ops.attention import window as windows
-from megalin.ops.attention.causal import AttentionBackend, causal_attention, check_backend, kernel_for
+from megalin.ops.attention.causal import causal_attention, check_backend, kernel_for
 from megalin.ops.attention.flash import flash_attention, unavailable_reason
 from megalin.ops.attention.softmax import (
     softmax_attention,
@@ -27,8 +27,9 @@ from megalin.ops.attention.softmax import (
     visible_tokens,
     within_window,
 )
+from megalin.ops.choices import AttentionBackend
 from megalin.ops.documents import UNPACKED, find_documents
-from megalin.parallel.mesh import ParallelConfig
+from megalin.parallel.config import ParallelConfig
 from megalin.verify.case import Case, make_case
 from megalin.verify.comparison import TensorError
 from tests.cases import CASES, GLU, NAMES, SHARED_KEY, build, make_inputs, model, weighted_loss
