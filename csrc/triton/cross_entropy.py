@@ -173,26 +173,3 @@ def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     target = torch.empty_like(source, dtype=dtype)
     scale_kernel[(triton.cdiv(source.numel(), SCALE["BLOCK"]),)](source, factor, target, source.numel(), **SCALE)
     return target
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    types = {
-        "logits_ptr": "*bf16",
-        "labels_ptr": "*i64",
-        "weights_ptr": "*fp32",
-        "statistics_ptr": "*fp32",
-        "losses_ptr": "*fp32",
-        **dict.fromkeys(("rows", "first", "columns", "width", "stride", "shards", "ignored_label"), "i32"),
-    }
-    scale_types = {"source_ptr": "*fp32", "factor_ptr": "*fp32", "target_ptr": "*bf16", "elements": "i64"}
-    launches = [
-        (statistics_kernel, types, {}, STATISTICS),
-        (gradient_kernel, types, {"DIFFERENTIATE": True}, GRADIENT),
-        (gradient_kernel, {**types, "logits_ptr": "*fp32"}, {"DIFFERENTIATE": True}, GRADIENT),
-        (scale_kernel, scale_types, {}, SCALE),
-    ]
-    return [
-        (kernel, signature, {**constants, "BLOCK": table["BLOCK"]}, {"num_warps": table["num_warps"]})
-        for kernel, signature, constants, table in launches
-    ]

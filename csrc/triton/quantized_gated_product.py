@@ -95,16 +95,3 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _tile(width: int, columns_per_warp: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     return {"COLUMNS": columns, "num_warps": max(1, min(32, columns // columns_per_warp))}
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    pointers = ("gate_value_ptr", "product_ptr", "dproduct_ptr", "dgate_value_ptr")
-    types = {**dict.fromkeys(pointers, "*bf16"), "codes_ptr": "*u8", "scales_ptr": "*fp32", "width": "i32"}
-    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    launches = ((forward_kernel, 5632, FORWARD_WARP), (backward_kernel, 5632, BACKWARD_WARP))
-    for kernel, width, columns_per_warp in (*launches, (backward_kernel, 16384, BACKWARD_WARP)):
-        tile = _tile(width, columns_per_warp)
-        constants = {"SILU": True, "NATIVE": True, "COLUMNS": tile["COLUMNS"]}
-        cases.append((kernel, types, constants, {"num_warps": tile["num_warps"]}))
-    return cases

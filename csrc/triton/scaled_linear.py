@@ -99,19 +99,3 @@ def quantize(x: Tensor, magnitudes: Tensor) -> Tensor:
     grid = triton.cdiv(rows, TILE["ROWS"]), triton.cdiv(columns, TILE["COLUMNS"])
     quantize_kernel[grid](x, magnitudes, codes, rows, columns, *x.stride(), has_native_codes(x), **TILE)
     return codes.view(torch.float8_e4m3fn)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    types = {
-        "x_ptr": "*bf16",
-        "magnitudes_ptr": "*fp32",
-        "codes_ptr": "*u8",
-        **dict.fromkeys(("rows", "columns", "row_stride", "column_stride"), "i32"),
-    }
-    tile, options = {"ROWS": TILE["ROWS"], "COLUMNS": TILE["COLUMNS"]}, {"num_warps": TILE["num_warps"]}
-    magnitudes = types | {"x_ptr": "*fp32", "outputs_ptr": "*i32", "inputs_ptr": "*i32"}
-    return [
-        (quantize_kernel, types, {"NATIVE": True, **tile}, options),
-        (magnitudes_kernel, magnitudes, tile, options),
-    ]

@@ -1,10 +1,13 @@
-"""Common start of every GPU test: a CUDA device, and uninitialised memory filled with NaN."""
+"""Common start of every GPU test: a CUDA device, uninitialised memory filled with NaN, and listed launches alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.listed_launches import listed_launches
+from tools.kernel_launches.recorder import compiled_launches
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,3 +28,10 @@ def _poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _listed() -> Iterator[None]:
+    """Fails the first test of a process that launches a kernel in a form that is not compiled ahead of time."""
+    with listed_launches(compiled_launches):
+        yield

@@ -2,44 +2,14 @@
 
 import importlib.util
 import os
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-import triton
+
+from tools.kernel_launches.cuda_sources import parse, spilling, stacks
 
 ARCHITECTURES = {"sm_80", "sm_90a"}
-SPILL_LIMIT = 16
-SPILLS = {"max_norm_forward": 40}
-"""Known bytes of stack a thread with nvcc 13.0, by name: encoded rows of 16,384 on sm_80."""
-
-
-def resources(library: Path) -> dict[str, dict[str, int]]:
-    """Architecture -> kernel -> bytes of stack a thread, for every kernel with machine code in a library."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    report = subprocess.run([tool, "--dump-resource-usage", library], capture_output=True, text=True, check=True).stdout
-    return parse(report)
-
-
-def parse(report: str) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    architecture = name = ""
-    for line in report.splitlines():
-        if match := re.search(r"arch = (\w+)", line):
-            architecture = match[1]
-        elif match := re.search(r"Function (\w+):", line):
-            name = match[1]
-        elif match := re.search(r"REG:\d+ STACK:(\d+)", line):
-            found.setdefault(architecture, {})[name] = int(match[1])
-    return found
-
-
-def spilling(kernels: dict[str, int]) -> dict[str, int]:
-    """Kernels above their limit, with their bytes of stack."""
-    known = {name: next((SPILLS[key] for key in SPILLS if key in name), SPILL_LIMIT) for name in kernels}
-    return {name: stack for name, stack in kernels.items() if stack > known[name]}
 
 
 def test_a_report_is_read_by_architecture_and_spills_are_found():
@@ -71,7 +41,7 @@ def test_every_cuda_kernel_is_compiled_for_ampere_and_hopper_without_spills():
     if module is None and os.environ.get("MEGALIN_CUDA") != "1":
         pytest.skip("megalin._C was left out of the installation; MEGALIN_CUDA=1 make install compiles it, as CI does")
     assert module is not None, "nvcc is installed, but megalin._C was not built: MEGALIN_CUDA=1 make install"
-    found = resources(Path(module.origin))
+    found = stacks(Path(module.origin))
     assert set(found) == ARCHITECTURES
     assert all(found.values())
     assert [name for kernels in found.values() for name in spilling(kernels)] == []

@@ -144,33 +144,3 @@ def scaled_sum(y: Tensor, residual: Tensor, squares: Tensor | None, *, width: in
         **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return total
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    flags = {
-        "GLU": False,
-        "SILU": False,
-        "NORM": False,
-        "RESIDUAL": False,
-        "SCALED": False,
-        "PDL": False,
-        "BLOCK_SQUARES": 1,
-    }
-    blocks = {"BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
-    launches = [
-        (linear_kernel, {"K": 2048, **flags, **blocks}),
-        (linear_kernel, {"K": 5632, **flags, **blocks, "RESIDUAL": True}),
-        (linear_kernel, {"K": 2048, **flags, **blocks, "RESIDUAL": True, "SCALED": True, "BLOCK_SQUARES": 64}),
-        (linear_kernel, {"K": 2048, **flags, **blocks, "GLU": True, "SILU": True, "NORM": True, "BLOCK_N": 2}),
-        (product_kernel, {"SILU": True, "PDL": False, "BLOCK_X": 2048, "COLUMNS": COLUMNS}),
-        (add_kernel, {"SCALED": True, "PDL": False, "BLOCK_SQUARES": 64, "COLUMNS": COLUMNS}),
-    ]
-    cases = []
-    for kernel, constants in launches:
-        types = {name: "i32" for name in kernel.arg_names if name not in constants} | {"eps": "fp32"}
-        for name in kernel.arg_names:
-            if name.endswith("_ptr"):
-                types[name] = "*fp32" if name == "squares_ptr" else "*bf16"
-        cases.append((kernel, types, constants, {"num_warps": 4}))
-    return cases

@@ -162,23 +162,3 @@ def vector_step(
         **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return output, squares
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    wide = ("theta_ptr", "slopes_ptr", "state_ptr", "next_ptr", "squares_ptr", "bound_ptr")
-    cases = []
-    for kernel, key, flags in (
-        (fixed_kernel, 128, {"FORM": 2, "GATE": True, "GATE_SCALED": True, "DECAY": True, "KEY": 128}),
-        (fixed_kernel, 256, {"FORM": 1, "GATE": True, "GATE_SCALED": False, "DECAY": False, "KEY": 256}),
-        (fixed_kernel, 128, {"FORM": 0, "GATE": True, "GATE_SCALED": False, "DECAY": True, "KEY": 128, "NORM": False}),
-        (vector_kernel, 128, {"SILU_QUERY": True, "SILU_VALUE": False}),
-        (vector_kernel, 128, {"SILU_QUERY": False, "SILU_VALUE": True, "NORM": False}),
-    ):
-        constants = {"HEAD": 128, "NORM": True, "PDL": False, **flags, **_blocks(2048, key, 128)}
-        types = {name: "i32" for name in kernel.arg_names if name not in constants} | {"eps": "fp32", "factor": "fp32"}
-        for name in kernel.arg_names:
-            if name.endswith("_ptr"):
-                types[name] = "*i64" if name == "positions_ptr" else "*fp32" if name in wide else "*bf16"
-        cases.append((kernel, types, constants, {"num_warps": 4}))
-    return cases

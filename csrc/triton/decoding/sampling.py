@@ -73,19 +73,3 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
         BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), **dependent_launch(), num_warps=4,
     )  # fmt: skip
     return token
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    types = {
-        "logits_ptr": "*bf16",
-        "peak_ptr": "*fp32",
-        "sum_ptr": "*fp32",
-        "uniform_ptr": "*fp64",
-        "token_ptr": "*i64",
-    }
-    types |= {"width": "i32", "blocks": "i32", "inverse_temperature": "fp32"}
-    return [
-        (block_kernel, types, {"BLOCK": BLOCK}, {"num_warps": 4}),
-        (draw_kernel, types, {"PDL": False, "BLOCK": BLOCK, "BLOCKS": 128}, {"num_warps": 4}),
-    ]

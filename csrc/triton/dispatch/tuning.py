@@ -19,10 +19,9 @@ from typing import TypeVar
 import torch
 
 import triton
+from megalin._triton.dispatch.chips import MEASURED_ON
 from triton.errors import TritonError
 
-MEASURED_ON = (9, 0)
-"""Compute capability of the recorded tables."""
 MAX_CANDIDATES = 6
 TIMED_LAUNCHES = 3
 

@@ -104,17 +104,3 @@ def backward(dk: Tensor, dg: Tensor, logit: Tensor, bound: Tensor) -> tuple[Tens
         triton.cdiv(rows, segments), BLOCK_ROWS=ROWS, BLOCK_WIDTH=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return dlogit, partial.sum(0)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    wide = {"bound_ptr", "g_ptr", "dg_ptr", "partial_ptr"}
-    cases = []
-    for kernel in (forward_kernel, backward_kernel):
-        types = {
-            name: "i32" if not name.endswith("_ptr") else "*fp32" if name in wide else "*bf16"
-            for name in kernel.arg_names
-            if name.islower()
-        }
-        cases.append((kernel, types, {"BLOCK_ROWS": ROWS, "BLOCK_WIDTH": COLUMNS}, {"num_warps": WARPS}))
-    return cases

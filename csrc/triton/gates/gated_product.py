@@ -84,12 +84,3 @@ def backward(dproduct: Tensor, gate_value: Tensor, silu: bool) -> Tensor:
 
 def _grid(rows: int, width: int) -> tuple[int, int]:
     return triton.cdiv(rows, TABLE["ROWS"]), triton.cdiv(width, TABLE["COLUMNS"])
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    pointers = ("gate_value_ptr", "product_ptr", "dproduct_ptr", "dgate_value_ptr")
-    types = {**dict.fromkeys(pointers, "*bf16"), "rows": "i32", "width": "i32"}
-    constants = {"SILU": True, "ROWS": TABLE["ROWS"], "COLUMNS": TABLE["COLUMNS"]}
-    options = {"num_warps": TABLE["num_warps"]}
-    return [(kernel, types, constants, options) for kernel in (forward_kernel, backward_kernel)]

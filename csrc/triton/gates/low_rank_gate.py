@@ -121,19 +121,3 @@ def backward(
     )  # fmt: skip
     partials = ((dcode, code), (dweight, weight), (dbias, bias))
     return dx, *(partial.sum(0).to(operand.dtype) for partial, operand in partials)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases, wide = [], {"dcode_ptr", "dweight_ptr", "dbias_ptr"}
-    for rank in (16, 32, 128):
-        for kernel in (forward_kernel, backward_kernel):
-            constants = _constants(rank, torch.bfloat16, backward=kernel is backward_kernel)
-            types = {
-                name: "i32" if not name.endswith("_ptr") else "*fp32" if name in wide else "*bf16"
-                for name in kernel.arg_names
-                if name.islower()
-            }
-            options = {"num_warps": constants.pop("num_warps")}
-            cases.append((kernel, types, constants, options))
-    return cases

@@ -63,17 +63,3 @@ def backward(dy: Tensor, x: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, constants["BLOCK_ROWS"]),)
     backward_kernel[grid](dy, x, dfactor, rows, width, **constants, num_warps=WARPS)
     return dfactor
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases = []
-    for width in (64, 96, 256):
-        for kernel in (forward_kernel, backward_kernel):
-            types = {
-                name: "i32" if not name.endswith("_ptr") else "*fp32" if "factor" in name else "*bf16"
-                for name in kernel.arg_names
-                if name.islower()
-            }
-            cases.append((kernel, types, _constants(width), {"num_warps": WARPS}))
-    return cases

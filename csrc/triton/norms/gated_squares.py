@@ -169,29 +169,3 @@ def backward(
         **constants,
     )
     return dx, dgate, None if partial is None or weight is None else column_sums(partial, weight.dtype)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases = []
-    common = {"x_ptr": "*bf16", "gate_ptr": "*bf16", "weight_ptr": "*bf16", "rows": "i32", "width": "i32"}
-    forward_types = {**common, "product_ptr": "*bf16", "squares_ptr": "*fp32"}
-    backward_types = {
-        **common,
-        "segment_rows": "i32",
-        "dproduct_ptr": "*bf16",
-        "dsquares_ptr": "*fp32",
-        "dx_ptr": "*bf16",
-        "dgate_ptr": "*bf16",
-        "partial_ptr": "*fp32",
-    }
-    for width in (64, 2048, 12288):
-        for gate_first in (False, True):
-            flags = {"GATED": True, "GATE_FIRST": gate_first, "WEIGHTED": True}
-            for kernel, types, constants in (
-                (forward_kernel, forward_types, _constants(width, backward=False)),
-                (backward_kernel, backward_types, _constants(width, backward=True)),
-            ):
-                options = {"num_warps": constants.pop("num_warps")}
-                cases.append((kernel, types, {**constants, **flags}, options))
-    return cases

@@ -263,28 +263,3 @@ def backward(
         dy, x, *(encoding or (None, None, None)), scale, peak, index, dx, rows, period, width, **constants
     )
     return dx
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    tables = {
-        "scale_ptr": "*fp32",
-        "factor_ptr": "*fp32",
-        "position_ptr": "*i64",
-        "cosine_ptr": "*fp16",
-        "period": "i32",
-    }
-    common = {**tables, "peak_ptr": "*fp32", "index_ptr": "*i32", "x_ptr": "*bf16", "rows": "i32", "width": "i32"}
-    forward_types = {**common, "y_ptr": "*bf16", "eps": "fp32"}
-    backward_types = {**common, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
-    cases = []
-    for width in (64, 1024, 4096, 12288):
-        table = torch.empty(4, width // 4, dtype=torch.float16)
-        rows = torch.empty(64)
-        encodings = [None, *((rows, torch.arange(period), table) for period in (4, 64))]
-        for encoding in encodings:
-            for kernel, types in ((forward_kernel, forward_types), (backward_kernel, backward_types)):
-                constants = _launch(64, width, encoding, backward=kernel is backward_kernel)[2]
-                options = {"num_warps": constants.pop("num_warps")}
-                cases.append((kernel, types, constants, options))
-    return cases

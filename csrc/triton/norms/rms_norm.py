@@ -103,21 +103,3 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tens
     program_rows = triton.cdiv(rows, programs)
     backward_kernel[(programs,)](dy, x, weight, scale, dx, partial, rows, width, program_rows, **constants)
     return dx, column_sums(partial, weight.dtype)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases = []
-    common = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "scale_ptr": "*fp32", "rows": "i32", "width": "i32"}
-    for width in (64, 2048, 8192):
-        for kernel, types, constants in (
-            (forward_kernel, {"y_ptr": "*bf16", "eps": "fp32"}, _forward_constants(width)),
-            (
-                backward_kernel,
-                {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32", "program_rows": "i32"},
-                _backward_constants(width, 2),
-            ),
-        ):
-            options = {"num_warps": constants.pop("num_warps")}
-            cases.append((kernel, {**common, **types}, constants, options))
-    return cases

@@ -122,22 +122,3 @@ def backward(
         **constants,
     )  # fmt: skip
     return dx, dgate, partial[0].sum(0).to(factor.dtype), partial[1].sum(0).to(weight.dtype)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases = []
-    for width in (64, 4096):
-        for kernel, constants in (
-            (forward_kernel, _forward_constants(width)),
-            (backward_kernel, _backward_constants(width)),
-        ):
-            wide = {"squares_ptr", "dsquares_ptr", "factor_ptr", "partial_ptr"}
-            types = {
-                name: "i32" if not name.endswith("_ptr") else "*fp32" if name in wide else "*bf16"
-                for name in kernel.arg_names
-                if name.islower()
-            }
-            options = {"num_warps": constants.pop("num_warps")}
-            cases.append((kernel, types, constants, options))
-    return cases

@@ -89,18 +89,3 @@ def backward(dy: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     grid, constants = _launch(rows, width, backward=True)
     backward_kernel[grid](dy, x, scale, dx, rows, width, **constants)
     return dx
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    common = {"x_ptr": "*bf16", "scale_ptr": "*fp32", "rows": "i32", "width": "i32"}
-    forward_types = {**common, "y_ptr": "*bf16", "eps": "fp32"}
-    backward_types = {**common, "dy_ptr": "*bf16", "dx_ptr": "*bf16"}
-    cases = []
-    for width in (64, 2048, 12288):
-        for kernel, types in ((forward_kernel, forward_types), (backward_kernel, backward_types)):
-            constants = _launch(4096, width, backward=kernel is backward_kernel)[1]
-            options = {"num_warps": constants.pop("num_warps")}
-            cases.append((kernel, types, constants, options))
-    parts = dict(zip(("BLOCK_WIDTH", "REST_WIDTH"), split(12288), strict=True))
-    return [*cases, (wide_backward_kernel, backward_types, parts, {"num_warps": 8})]

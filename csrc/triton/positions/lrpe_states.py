@@ -137,20 +137,3 @@ def backward(
 def _grid(states: Tensor) -> tuple[int, int, int]:
     batch, _, heads, key, value = states.shape
     return batch * heads, triton.cdiv(key // 2, TILE["BLOCK_ANGLE"]), triton.cdiv(value, TILE["BLOCK_VALUE"])
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    pointers = (
-        "added", "initial", "cosines", "sines", "decay", "continues", "entering", "leaving", "dentering", "dleaving",
-        "dadded", "dinitial", "dangle",
-    )  # fmt: skip
-    signature = {f"{name}_ptr": "*fp32" for name in pointers} | dict.fromkeys(("heads", "segments", "angles"), "i32")
-    tile = {name: size for name, size in TILE.items() if name != "num_warps"}
-    options = {"num_warps": TILE["num_warps"]}
-    cases = []
-    for rotation in (False, True):
-        constants = {"VALUE": 128, "ROTATION": rotation, **tile}
-        cases.append((forward_kernel, signature, {**constants, "INITIAL": True}, options))
-        cases.append((backward_kernel, signature, constants, options))
-    return cases

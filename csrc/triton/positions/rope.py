@@ -49,15 +49,3 @@ def rotate(x: Tensor, theta: Tensor, positions: Tensor, *, inverse: bool) -> Ten
         x, theta, positions, y, rows, len(positions), x.stride(0), heads, key, inverse, block, half, num_warps=WARPS
     )
     return y
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    types = {
-        **dict.fromkeys(("x_ptr", "y_ptr"), "*bf16"),
-        "theta_ptr": "*fp32",
-        "positions_ptr": "*i64",
-        **dict.fromkeys(("rows", "period", "stride", "heads"), "i32"),
-    }
-    constants = {"KEY": 128, "INVERSE": True, "ROWS": PAIRS // 64, "HALF": 64}
-    return [(rotate_kernel, types, constants, {"num_warps": WARPS})]

@@ -243,26 +243,3 @@ def _launch_join(gradients: list[Tensor], projection: Tensor, target: Tensor, *,
     grid = (triton.cdiv(rows, JOIN["ROWS"]), triton.cdiv(width, JOIN["COLUMNS"]))
     sources = [*gradients, *gradients[:1] * (4 - parts)]
     join_kernel[grid](projection, *sources, target, rows, parts * width, width, parts, silu, **JOIN)
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    low = ("q_ptr", "k_ptr", "q_code_ptr", "k_code_ptr", "dq_code_ptr", "dk_code_ptr", "dq_ptr", "dk_ptr")
-    more = ("projection_ptr", "third_ptr", "fourth_ptr", "dprojection_ptr")
-    types = {
-        **dict.fromkeys((*low, *more), "*bf16"),
-        "theta_ptr": "*fp32",
-        "positions_ptr": "*i64",
-        "dtheta_ptr": "*fp32",
-        **dict.fromkeys(("rows", "period", "stride", "width"), "i32"),
-    }
-    cases = []
-    for rotation in (False, True):
-        for kernel, table, extra in (
-            (forward_kernel, FORWARD[rotation], {}),
-            (backward_kernel, BACKWARD[rotation], {"ROW_BLOCK": ROW_BLOCK}),
-        ):
-            constants = {"KEY": 128, "ROTATION": rotation, "ROWS": table["ROWS"], "COLUMNS": table["COLUMNS"], **extra}
-            cases.append((kernel, types, constants, {"num_warps": table["num_warps"]}))
-    constants = {"PARTS": 4, "SILU": True, "ROWS": JOIN["ROWS"], "COLUMNS": JOIN["COLUMNS"]}
-    return [*cases, (join_kernel, types, constants, {"num_warps": JOIN["num_warps"]})]

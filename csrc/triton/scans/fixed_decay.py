@@ -12,7 +12,6 @@ decay from the start of its chunk, e^{-s (i + 1)}, and to the end of its chunk, 
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -260,29 +259,3 @@ def finish_backward(
     dk = sequence.scan(v, do, q, gradients, None, reverse=True, transposed=True)
     dv = sequence.scan(k, q, do, gradients, d_entering, reverse=True)
     return dq, dk, dv, d_entering
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    integers = ("length", "heads", "slots", "block_tokens", "parts", "part_tokens", "skipped")
-    launches = itertools.product(
-        ((block_state_kernel, state_tiles), (scan_kernel, _tiles)),
-        ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32)),
-        (True, False),
-    )
-    for (kernel, table), (key, dtype), decay in launches:
-        value, tiles, name = 128, table(key, 128, dtype), "bf16" if dtype == torch.bfloat16 else "fp32"
-        types = dict.fromkeys(("q_tiles", "k_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {key}]>")
-        types |= dict.fromkeys(("v_tiles", "o_tiles"), f"tensordesc<{name}[1, 1, {tiles.chunk}, {tiles.value}]>")
-        types |= dict.fromkeys(("added_ptr", "entering_ptr", "leaving_ptr", "slopes_ptr"), "*fp32")
-        types |= dict.fromkeys(integers, "i32")
-        constants = {"KEY": key, "VALUE": value, "DECAY": decay, "DOCUMENTS": False, "C": tiles.chunk}
-        constants |= {"BLOCK_KEY": key, "BLOCK_VALUE": tiles.value, **numbers(dtype), "ENTERING": True}
-        constants |= {"documents_ptr": None} | ({} if decay else {"slopes_ptr": None})
-        for reverse in (False, True):
-            switches = {"REVERSE": reverse, "TRANSPOSED": reverse, "LEAVING": not reverse}
-            chosen = {name: x for name, x in {**constants, **switches}.items() if name in kernel.arg_names}
-            signature = {name: x for name, x in types.items() if name in kernel.arg_names and name not in chosen}
-            cases.append((kernel, signature, chosen, {"num_warps": tiles.warps, "num_stages": tiles.stages}))
-    return cases

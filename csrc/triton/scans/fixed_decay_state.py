@@ -10,13 +10,18 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.dispatch.chips import MEASURED_ON, SHARED_BYTES, shared_bytes
 from megalin._triton.dispatch.tiles import aligned, tiled
 from megalin._triton.scans.fixed_decay import PROGRAMS, numbers, state_tiles
 from megalin._triton.scans.fixed_decay_sweep import block_state_kernel, fold_kernel
 
 
 def gradient_tile(key: int, value: int) -> dict[str, int]:
-    """Tile of gradient_kernel: 128 value columns, or 64 if two tiles of 256 keys exceed an SM's shared memory."""
+    """Tile of gradient_kernel: 128 value columns, or 64 if two tiles of 256 keys exceed an SM's shared memory. Before
+    Hopper half the tokens, which spilled and exceeded the 99 KB of compute capability 8.9."""
+    if key > 128 and shared_bytes() < SHARED_BYTES[MEASURED_ON]:
+        width = max(16, min(64, triton.next_power_of_2(value)))
+        return {"C": 32, "BLOCK_VALUE": width, "num_warps": 8, "num_stages": 2}
     if key > 128 and value > 128:
         return {"C": 64, "BLOCK_VALUE": 64, "num_warps": 8, "num_stages": 2}
     return {"C": 64, "BLOCK_VALUE": max(16, min(128, triton.next_power_of_2(value))), "num_warps": 4, "num_stages": 2}
@@ -96,19 +101,3 @@ def gradient(
         DECAY=slopes is not None, DOCUMENTS=documents is not None, BLOCK_KEY=width, **tile,
     )  # fmt: skip
     return dk, dv
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    for key, value in ((128, 128), (128, 256), (256, 128), (256, 256)):
-        tile = gradient_tile(key, value)
-        chunk, column = tile["C"], tile["BLOCK_VALUE"]
-        signature = dict.fromkeys(("k_tiles", "dk_tiles"), f"tensordesc<bf16[1, 1, {chunk}, {key}]>")
-        signature |= dict.fromkeys(("v_tiles", "dv_tiles"), f"tensordesc<bf16[1, 1, {chunk}, {column}]>")
-        signature |= {"dstate_ptr": "*fp32", "slopes_ptr": "*fp32", "length": "i32", "heads": "i32"}
-        constants = {"KEY": key, "VALUE": value, "DECAY": True, "DOCUMENTS": False, "documents_ptr": None}
-        constants |= {"C": chunk, "BLOCK_KEY": key, "BLOCK_VALUE": column}
-        options = {name: tile[name] for name in ("num_warps", "num_stages")}
-        cases.append((gradient_kernel, signature, constants, options))
-    return cases

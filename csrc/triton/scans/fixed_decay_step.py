@@ -45,13 +45,3 @@ def step(
         BLOCK_KEY=triton.next_power_of_2(key), BLOCK_VALUE=width, num_warps=4,
     )  # fmt: skip
     return o, following
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*bf16")
-    signature |= dict.fromkeys(("slopes_ptr", "state_ptr", "next_ptr"), "*fp32") | {"heads": "i32"}
-    constants = {"VALUE": 128, "DECAY": True, "BLOCK_VALUE": 32}
-    return [
-        (step_kernel, signature, {**constants, "KEY": key, "BLOCK_KEY": key}, {"num_warps": 4}) for key in (128, 256)
-    ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import triton
+from megalin._triton.dispatch.chips import has_tensor_memory
 from megalin._triton.dispatch.tiles import aligned, tiled
 from megalin._triton.scans.scalar_decay_chunk import (
     Decays,
@@ -26,7 +27,6 @@ from megalin._triton.scans.scalar_decay_chunk import (
     decays,
     empty_decays,
     gradient_chunk_of,
-    launches,
     power,
 )
 from megalin._triton.scans.scalar_decay_gradient import key_gradients
@@ -47,7 +47,7 @@ def _state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
 def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
     """Tiles of state_kernel over chunks of gradients."""
     tiles = _state_tiles(key, value, dtype)
-    return tiles._replace(stages=min(2, tiles.stages))
+    return tiles._replace(stages=min(1 if has_tensor_memory() else 2, tiles.stages))
 
 
 def _tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
@@ -294,12 +294,3 @@ def finish_backward(
     boundaries = (entering, d_leaving) if exact else (None, None)
     dq, dk, dg = key_gradients(q, k, v, do, wide.decays, documents, (states, gradients), boundaries)
     return dq, dk, dv, dg, d_entering
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    # Not scan_kernel with documents in bf16: it spills 40 bytes a thread, 64 if it saves states.
-    kinds = ("bf16", "fp32")
-    cases = launches(state_kernel, _state_tiles, chunk_of, kinds, "", "REVERSE")
-    cases += launches(state_kernel, _wide_state_tiles, gradient_chunk_of, kinds, "KEPT ENTERING")
-    return cases + launches(scan_kernel, _tiles, chunk_of, kinds, "", "REVERSE KEPT ENTERING")

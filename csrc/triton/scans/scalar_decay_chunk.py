@@ -8,8 +8,6 @@ later tokens.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -230,36 +228,3 @@ def log_decay_gradient(
         DOCUMENTS=documents is not None, BETWEEN=between is not None, C=chunk, BLOCK_HEADS=block, num_warps=4,
     )  # fmt: skip
     return dg
-
-
-def launches(
-    kernel: Any,
-    choose: Callable[[int, int, torch.dtype], ScalarDecayTiles],
-    tokens_of: Callable[[int, torch.dtype], int],
-    kinds: tuple[str, ...],
-    *switches: str,
-) -> list[tuple[Any, Any, Any, Any]]:
-    """Compile cases of one kernel for 128 keys and 64 values: each of `switches` names the flags that are on."""
-    cases = []
-    key, value = 128, 64
-    counts = ("length", "heads", "group", "run", "chunks", "parts", "part_chunks", "skipped", "slots", "block_chunks")
-    flags = ("DOCUMENTS", "REVERSE", "KEPT", "ENTERING", "BOUNDARY", "OTHER", "TRACE")
-    for kind, switch in itertools.product(kinds, switches):
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
-        tiles, chunk = choose(key, value, dtype), tokens_of(key, dtype)
-        chosen = constants(kernel, key, value, dtype, tiles, chunk)
-        piece = chosen.get("PIECE", chunk)
-        options = {name: chosen.pop(name) for name in ("num_warps", "num_stages")}
-        types = {f"{n}_tiles": f"tensordesc<{kind}[1, 1, {piece}, {key}]>" for n in ("q", "k", "y", "z", "out")}
-        types |= {f"{n}_tiles": f"tensordesc<{kind}[1, 1, {piece}, {tiles.value}]>" for n in ("v", "o", "do", "x")}
-        types |= {f"{n}_tiles": f"tensordesc<{kind}[1, {tiles.value}, {key}]>" for n in ("state", "other")}
-        types |= {"weight_tiles": f"tensordesc<{kind}[1, {piece}, {piece}]>"}
-        types |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")}
-        types |= {"sums_ptr": "*fp64" if kind == "fp32" else "*fp32", "documents_ptr": "*i32"}
-        types |= dict.fromkeys(counts, "i32")
-        chosen |= {name: name in switch.split() for name in flags}
-        chosen |= {} if chosen["DOCUMENTS"] else {"documents_ptr": None}
-        chosen = {name: x for name, x in chosen.items() if name in kernel.arg_names}
-        signature = {name: x for name, x in types.items() if name in kernel.arg_names and name not in chosen}
-        cases.append((kernel, signature, chosen, options))
-    return cases

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.dispatch.chips import has_tensor_memory
 from megalin._triton.dispatch.tiles import tiled
 from megalin._triton.scans.scalar_decay_chunk import (
     Decays,
     ScalarDecayTiles,
     constants,
     gradient_chunk_of,
-    launches,
     log_decay_gradient,
     power,
 )
@@ -106,7 +106,8 @@ def carried_kernel(
     dq: x, y, z = do, q, k, S with f from the start. REVERSE, dk: v, k, q, G in place of S with f to the end, W^T; and
     `crossing` [B, H, chunks], the decay through the chunk times <S, G>, with S in `other_tiles`. BOUNDARY, OTHER: the
     first state in the direction of S, and of the other, is given in fp32 and used so for the terms of dg. TRACE: <S, G>
-    is the trace of a matmul, whose operands are loaded while the previous head is summed; wide tiles leave no room.
+    is the trace of a matmul, whose operands are loaded while the previous head is summed; wide tiles leave no room, and
+    chips with tensor memory (dispatch/chips.py) cannot sum it.
     """
     chunk, index = tl.program_id(1), tl.arange(0, C)
     batch, key_head, first, place_of_sum = _run_of_heads(heads, group, run)
@@ -207,18 +208,10 @@ def key_gradients(
             tiled(x, chunk, tiles.value), *(tiled(x, chunk, wide) for x in (y, z, out)), weight_tiles,
             *(states[::-1] if reverse else states), factor, found.through, boundary, other, carried, crossing, *counts,
             REVERSE=reverse, BOUNDARY=boundary is not None, OTHER=other is not None,
-            TRACE=v.dtype == torch.bfloat16 and key * value <= 8192,
+            TRACE=v.dtype == torch.bfloat16 and key * value <= 8192 and not has_tensor_memory(),
             **constants(carried_kernel, key, value, v.dtype, tiles, chunk),
         )  # fmt: skip
         sums.append(out if runs == 1 else out.unflatten(0, (runs, batch)).sum(0).to(y.dtype))
     return *sums, log_decay_gradient(
         inside, between if chunk > piece else None, taken, given, crossing, documents, length, chunk
     )
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    # Not pair_kernel in fp32, nor carried_kernel with boundaries: they spill 64 and 290 bytes a thread, and run rarely.
-    cases = launches(pair_kernel, _pair_tiles, gradient_chunk_of, ("bf16",), "", "DOCUMENTS")
-    cases += launches(carried_kernel, _carried_tiles, gradient_chunk_of, ("bf16",), "TRACE REVERSE")
-    return cases + launches(carried_kernel, _carried_tiles, gradient_chunk_of, ("bf16", "fp32"), "", "REVERSE")

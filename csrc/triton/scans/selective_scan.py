@@ -315,32 +315,3 @@ def saved_shape(v: Tensor, rates: Tensor) -> tuple[int, ...]:
     """Shape of the states saved for the backward, [B, segments, D, N]; segments is 0 for one."""
     scan = scan_of(v, rates)
     return scan.batch, scan.segments if scan.segments > 1 else 0, scan.width, scan.state_size
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    for kind, dtype, documents in (("scan", "bf16", True), ("sum", "bf16", False), ("keep", "fp32", True)):
-        absent = {
-            "sum": ("q_ptr", "entering_ptr", "o_ptr", "kept_ptr"),
-            "scan": ("total_ptr", "kept_ptr"),
-            "keep": ("q_ptr", "o_ptr", "state_ptr", "total_ptr"),
-        }[kind]
-        flags = {"KIND": kind, "ENTERING": kind != "sum", "DOCUMENTS": documents, "TOKENS": TOKENS, "ROWS": _rows(kind)}
-        constants = {**flags, **dict.fromkeys((*absent, *([] if documents else ["documents_ptr"]))), **_sixteen()}
-        cases.append((forward_kernel, argument_types(forward_kernel, dtype), constants, {"num_warps": 1}))
-    flags = {"REVERSE": True, "BOUNDARY": True, "STATES": True, "DOCUMENTS": True, "final_ptr": None}
-    cases.append((fold_kernel, argument_types(fold_kernel, "bf16"), {**flags, **_sixteen()}, {"num_warps": 1}))
-    return cases
-
-
-def _sixteen() -> dict[str, int]:
-    """Constants of Mamba's sixteen states a channel."""
-    return {"N": 16, **tile_of(16)}
-
-
-def argument_types(kernel: triton.JITFunction, dtype: str) -> dict[str, str]:
-    """Argument types of a launch with q, k, v, o of `dtype`."""
-    narrow = ("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dv_ptr")
-    types = {n: f"*{dtype}" if n in narrow else "*fp32" for n in kernel.arg_names if n.endswith("_ptr")}
-    return types | {"documents_ptr": "*i32"} | {n: "i32" for n in kernel.arg_names if n.islower() and n not in types}

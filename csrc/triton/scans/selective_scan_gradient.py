@@ -22,12 +22,10 @@ from megalin._triton.scans.selective_scan import (
     ROWS,
     TOKENS,
     Sums,
-    argument_types,
     load_continues,
     load_rows,
     place,
     scan_of,
-    tile_of,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -207,14 +205,3 @@ def finish(
     )  # fmt: skip
     dq, dk = (x.sum(1).to(q.dtype) for x in partial)
     return dq, dk, dv, dstep, drates.sum((0, 1)), d_entering
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    constants = {"DOCUMENTS": True, "N": 16, **tile_of(16), "TOKENS": TOKENS}
-    cases: list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]] = []
-    cases.append((sum_kernel, argument_types(sum_kernel, "bf16"), dict(constants), {"num_warps": 1}))
-    for dtype in ("bf16", "fp32"):
-        types = argument_types(gradient_kernel, dtype)
-        cases.append((gradient_kernel, types, {**constants, "LEAVING": True, "ROWS": ROWS}, {"num_warps": 1}))
-    return cases

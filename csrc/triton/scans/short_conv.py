@@ -183,19 +183,3 @@ def forward(
         **FORWARD,
     )  # fmt: skip
     return y, behind
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    flags = {"SILU": True, "BIAS": True, "STATE": False, "DOCUMENTS": True, "state_ptr": None}
-    blocks = {name: value for name, value in FORWARD.items() if name != "num_warps"}
-    options = {"num_warps": FORWARD["num_warps"]}
-    types = argument_types(forward_kernel)
-    return [(forward_kernel, types, {"TAPS": taps, **flags, **blocks}, options) for taps in (4, 8)]
-
-
-def argument_types(kernel: triton.JITFunction) -> dict[str, str]:
-    """Argument types of a launch in bf16."""
-    wide = {"state_ptr", "next_ptr", "dnext_ptr", "dstate_ptr", "partial_ptr"}
-    types = {name: "*fp32" if name in wide else "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
-    return types | {"documents_ptr": "*i32"} | {n: "i32" for n in kernel.arg_names if n.islower() and n not in types}

@@ -20,7 +20,6 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from megalin._triton.scans.short_conv import (
-    argument_types,
     counted_from,
     entering,
     load_documents,
@@ -242,15 +241,3 @@ def backward(
         partial, dweight, dbias, tiles, width, TAPS=taps, TILES=SUM_TILES, COLUMNS=SUM_COLUMNS
     )
     return dx, dweight, dbias, dstate
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    flags = {"SILU": True, "BIAS": True, "STATE": False, "DOCUMENTS": True, "FINAL": False}
-    absent = {"state_ptr": None, "dnext_ptr": None, "dstate_ptr": None}
-    cases = []
-    for taps in (4, 8):
-        constants = {"TAPS": taps, **flags, **absent, **_table(taps)}
-        options = {"num_warps": constants.pop("num_warps")}
-        cases.append((backward_kernel, argument_types(backward_kernel), constants, options))
-    return cases

@@ -268,23 +268,3 @@ def _entering(x: Tensor, table: Tensor, starts: Tensor, *, reverse: bool, slopes
         REVERSE=reverse, SLOPES=slopes, BLOCK=FOLD_BLOCK, num_warps=2
     )  # fmt: skip
     return state, slope
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    wide = ("coefficients", "decay", "state", "slope", "entering", "leaving", "dcoefficients", "dslope")
-    types = {
-        **dict.fromkeys(("x_ptr", "dy_ptr", "y_ptr"), "*bf16"),
-        **dict.fromkeys((f"{name}_ptr" for name in wide), "*fp32"),
-        **dict.fromkeys(("starts_ptr", "broken_ptr"), "*u8"),
-        **dict.fromkeys(("length", "segment", "segments", "size", "width", "decays"), "i32"),
-    }
-    one = {"num_warps": 1}
-    scan = {"REVERSE": True, "MENDED": MENDED, "CHANNELS": CHANNELS, "DECAYS": 128}
-    gradient = {"MENDED": MENDED, "CHANNELS": GRADIENT_CHANNELS, "DECAYS": 128}
-    return [
-        (states_kernel, types, {"REVERSE": False, "SLOPES": True, **gradient}, one),
-        (fold_kernel, types, {"REVERSE": False, "SLOPES": True, "BLOCK": FOLD_BLOCK}, {"num_warps": 2}),
-        (scan_kernel, types, scan, one),
-        (gradient_kernel, types, gradient, one),
-    ]

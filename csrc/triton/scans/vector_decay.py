@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import triton
+from megalin._triton.dispatch.chips import has_tensor_memory
 from megalin._triton.scans.vector_decay_chunk import gradients_kernel, products_kernel, scores_kernel
 from megalin._triton.scans.vector_decay_mild import mild_gradients_kernel, mild_scores_kernel
 from megalin._triton.scans.vector_decay_sweep import forward_kernel, reverse_kernel, segment_kernel, total_kernel
@@ -158,7 +159,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, do
     if some:
         mild_scores_kernel[(batch * heads * number,)](
             q, k, log_decay, documents, masks, *chunks, *strides, length, number, heads, scale,
-            DOCUMENTS=documents is not None, **_mild_scores_constants(width),
+            DOCUMENTS=documents is not None, TENSOR_MEMORY=has_tensor_memory(), **_mild_scores_constants(width),
         )  # fmt: skip
     scores_kernel[(batch * heads * number,)](
         q, k, log_decay, documents, masks, chunks.kind, *chunks[:4], *strides, length, number, heads, scale,
@@ -272,34 +273,6 @@ def _products_constants(width: int, values: int, dtype: torch.dtype) -> dict[str
 def _gradients_constants(width: int, dtype: torch.dtype) -> dict[str, int]:
     # Triton 3.6 gives wrong gradients of g in blocks of 32 channels of bf16, without an error.
     return {"K": width, "BLOCK_K": FP32_BLOCK if dtype == torch.float32 else 64, "num_warps": 4, "num_stages": 1}
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, object], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases = []
-    dtype = torch.bfloat16
-    for width, values in ((128, 128), (64, 4096), (256, 64)):
-        sweep = _sweep_constants(width, values, dtype)
-        for kernel, constants in (
-            (mild_scores_kernel, _mild_scores_constants(width) | {"DOCUMENTS": True}),
-            (segment_kernel, sweep | {"REVERSE": False, "LAST": False}),
-            (total_kernel, sweep | {"REVERSE": False}),
-            (forward_kernel, sweep | {"INITIAL": True, "KEEP": True}),
-            (reverse_kernel, sweep | {"FINAL": True}),
-            (products_kernel, _products_constants(width, values, dtype)),
-            (mild_gradients_kernel, _mild_gradients_constants(width)),
-        ):
-            cases.append(_case(kernel, dict(constants), "bf16"))
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        steep = {"DOCUMENTS": True, "SOME": dtype != torch.float32}
-        cases.append(_case(scores_kernel, _scores_constants(128, dtype) | steep, name))
-        cases.append(_case(gradients_kernel, _gradients_constants(128, dtype) | steep, name))
-    for width, values in ((128, 128), (256, 64)):
-        sweep = _sweep_constants(width, values, torch.float32)
-        cases.append(_case(forward_kernel, sweep | {"INITIAL": True, "KEEP": True}, "fp32"))
-        cases.append(_case(reverse_kernel, sweep | {"FINAL": True}, "fp32"))
-    cases.append(_case(products_kernel, _products_constants(128, 128, torch.float32), "fp32"))
-    return cases
 
 
 def _case(

@@ -27,12 +27,16 @@ LIMIT = tl.constexpr(140.0)
 
 
 @triton.jit
-def middle_decays(g, past, row, DTYPE: tl.constexpr):
+def middle_decays(g, past, row, DTYPE: tl.constexpr, TENSOR_MEMORY: tl.constexpr):
     """Decays [C, K] of q and k from and to the middle, the remaining decays from the start and to the end [K], the
-    decay through the chunk [K], and 1 if all channels are mild."""
+    decay through the chunk [K], and 1 if all channels are mild. TENSOR_MEMORY: no result of a matmul is reduced to one
+    number (dispatch/chips.py)."""
     sums = add_product(past, g, tl.zeros_like(g), DTYPE, 2)
     total = tl.sum(tl.where((row == CHUNK - 1)[:, None], sums, 0.0), axis=0)
-    mild = total >= -LIMIT * LOG2_E
+    if TENSOR_MEMORY:
+        mild = tl.sum(g, axis=0) >= -LIMIT * LOG2_E
+    else:
+        mild = total >= -LIMIT * LOG2_E
     # In other channels, the start and the end take the place of the middle: their scores are not used.
     start, end = tl.where(mild, 0.5 * total, 0.0), tl.where(mild, 0.5 * total, total)
     of_q = tl.exp2(tl.minimum(sums - start[None, :], 0.5 * LIMIT * LOG2_E))
@@ -46,7 +50,7 @@ def mild_scores_kernel(
     q_start_ptr, k_end_ptr, scores_ptr, through_ptr, kind_ptr,  # as scores_kernel; kind [B, H, N] int32
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, TENSOR_MEMORY: tl.constexpr,
 ):  # fmt: skip
     """The results of scores_kernel for mild chunks; scores_kernel overwrites those of the others.
 
@@ -77,7 +81,7 @@ def mild_scores_kernel(
         g = load_rows(g_ptr, g_t, row, channel, mask)
         q, k = load_rows(q_ptr, q_t, row, channel, mask), load_rows(k_ptr, k_t, row, channel, mask)
         g = tl.maximum(g, LOWEST) * LOG2_E
-        of_q, of_k, to_start, to_end, through, mild = middle_decays(g, past, row, DTYPE)
+        of_q, of_k, to_start, to_end, through, mild = middle_decays(g, past, row, DTYPE, TENSOR_MEMORY)
         q, k = q.to(tl.float32) * (of_q * scale), k.to(tl.float32) * of_k
         scores = tl.dot(q.to(DTYPE), tl.trans(k.to(DTYPE)), scores)
         kind *= mild

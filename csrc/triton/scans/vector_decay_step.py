@@ -63,17 +63,3 @@ def step(
         *q.stride(), *k.stride(), *v.stride(), *log_decay.stride(), heads, scale, **constants,
     )  # fmt: skip
     return output, following
-
-
-def compile_cases() -> list[tuple[object, dict[str, str], dict[str, int], dict[str, int]]]:
-    """(kernel, signature, constants, options) of representative launches, compiled ahead of time in CI."""
-    cases = []
-    for width, values in ((128, 128), (64, 4096)):
-        constants = _constants(width, values)
-        options = {"num_warps": constants.pop("num_warps")}
-        types = {name: "i32" for name in step_kernel.arg_names if name not in constants} | {"scale": "fp32"}
-        for name in step_kernel.arg_names:
-            if name.endswith("_ptr"):
-                types[name] = "*bf16" if name in {"q_ptr", "k_ptr", "v_ptr", "output_ptr"} else "*fp32"
-        cases.append((step_kernel, types, constants, options))
-    return cases

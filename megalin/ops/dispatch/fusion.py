@@ -15,9 +15,10 @@ def left_to_inductor(op: str, backend: Backend) -> bool:
     An explicit backend, or one that MEGALIN_KERNELS sets, keeps its kernel, which ends the fusion. For norms whose
     reference reads its input once, the lost fusion costs more than the kernel gains (figures in docs/benchmarks/).
     """
-    return torch.compiler.is_compiling() and _is_auto(op, backend)
+    return torch.compiler.is_compiling() and is_auto(op, backend)
 
 
 @assume_constant_result
-def _is_auto(op: str, backend: Backend) -> bool:
+def is_auto(op: str, backend: Backend) -> bool:
+    """Whether neither the call nor MEGALIN_KERNELS sets the backend of an op."""
     return backend == "auto" and requested(op) == "auto"

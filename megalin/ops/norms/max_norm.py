@@ -196,8 +196,8 @@ def _cosines(num_positions: int, head_dim: int, dtype: torch.dtype, device: torc
     """Table of cos(p 10000^(-i/K)) from fp64 angles, [num_positions, K] in `dtype`."""
     table = torch.empty(num_positions, head_dim, dtype=dtype, device=device)
     exponent = torch.arange(head_dim, dtype=torch.float64, device=device) * (-1.0 / head_dim)
-    for part in torch.arange(num_positions, dtype=torch.float64, device=device).split(4096):
-        first = int(part[0])
+    for first in range(0, num_positions, 4096):
+        part = torch.arange(first, min(first + 4096, num_positions), dtype=torch.float64, device=device)
         table[first : first + len(part)] = (part[:, None] * 10000.0**exponent).cos()
     return table
 

@@ -71,14 +71,14 @@ def decay_scan(
     """
     decay = ("slopes", slopes, "H")
     check_scan("decay_scan", (q, "BTHK"), (k, "BTHK"), v, decay, initial_state, document_ids)
-    limits: dict[Compiled, str] = {"cuda": fixed_decay_cuda.unsupported(q, k, v)}
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
-    op, limit = "decay_scan", unsupported(q, k, v)
-    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, limits)
+    op, limit = "decay_scan" if shard is None else "split_decay_scan", unsupported(q, k, v)
+    limits: dict[Compiled, str] = {"cuda": fixed_decay_cuda.limit(op, backend, q, k, v)}
+    choice = backends.choose(op, backend, v.device.type, limit, limits)
     if shard is not None and choice == "reference":
         added = decay_state(k, v, slopes, document_ids=document_ids)
         initial_state, shard = fold(added, total_decay(k, slopes), shard), None
-        choice = backends.choose(op, backend, v.device.type, limit, limits)
+        choice = backends.choose("decay_scan", backend, v.device.type, limit, limits)
     if choice == "reference":
         return decay_scan_reference(
             q, k, v, slopes, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size

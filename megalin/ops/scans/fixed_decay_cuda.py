@@ -7,11 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalin.ops.dispatch.backend import Backend
 from megalin.ops.dispatch.compile_constants import assume_constant_result
 from megalin.ops.dispatch.cuda_launch import call
+from megalin.ops.dispatch.fusion import is_auto
+
+HOPPER = (9, 0)
+"""The compute capability that csrc/cuda/decay_scan.cu has its form with TMA and wgmma for; others run that for 8.0."""
 
 WIDE = 128
-"""Keys or values a head above which a thread block needs the shared memory of Hopper."""
+"""Keys or values a head above which a thread block needs the form for Hopper."""
 
 PROCESSORS = 132
 """Thread blocks that fill the GPU: of the scan; the state kernels before it launch twice as many."""
@@ -19,19 +24,31 @@ PROCESSORS = 132
 CHUNK = 64
 
 
+def limit(op: str, backend: Backend, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Reason why a call does not take the CUDA kernels; empty if it may."""
+    return unsupported(q, k, v) or unmeasured(op, backend, v)
+
+
 def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Reason why the CUDA kernels do not take inputs that another kernel takes; empty if they do."""
     if v.dtype != torch.bfloat16:
         return f"q, k, v of {v.dtype}"
     widest = max(k.shape[-1], v.shape[-1])
-    if widest > WIDE and v.is_cuda and not _is_hopper():
-        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, before compute capability 9.0"
+    if widest > WIDE and v.is_cuda and _capability() != HOPPER:
+        return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, except on compute capability 9.0"
     return ""
 
 
+def unmeasured(op: str, backend: Backend, v: Tensor) -> str:
+    """Reason why "auto" leaves a GPU to the Triton kernels: only the form for Hopper was measured to be faster."""
+    if not v.is_cuda or _capability() == HOPPER or not is_auto(op, backend):
+        return ""
+    return "compute capability {}.{} unless it is asked for: it was measured on 9.0 alone".format(*_capability())
+
+
 @assume_constant_result
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability() >= (9, 0)
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
 
 
 class Cut(NamedTuple):

@@ -1,11 +1,9 @@
 """Choice of a kernel backend: order, refusals, self-tests, and a constant for torch.compile."""
 
-import json
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from megalin.errors import KernelError
 from megalin.ops.dispatch import backend
 from megalin.ops.dispatch.self_test import compare
 from megalin.ops.norms.srmsnorm import srmsnorm
-from tests.ops.aot import SHARED_LIMIT, SPILL_LIMIT, SPILLS
 
 
 @pytest.fixture
@@ -193,24 +190,3 @@ def test_a_self_test_finds_wrong_values_wrong_gradients_and_chance():
     noise = lambda x: x.square() + 1e-6 * torch.rand(5, 7)  # noqa: E731
     assert "differs between two equal calls" in compare(noise, torch.square, [x])
     assert "output 0 is off by nan" in compare(lambda x: x.square() * float("nan"), torch.square, [x])
-
-
-@pytest.mark.parametrize("options", [["--first"], pytest.param([], marks=pytest.mark.slow)], ids=["first", "every"])
-def test_triton_kernels_compile_for_hopper_within_their_registers_and_shared_memory(options: list[str]):
-    """The first kernel of each file, or every launch."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.ops.aot", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=Path(__file__).parents[3],
-    )
-    assert result.returncode == 0, result.stderr
-    launches = [json.loads(line) for line in result.stdout.splitlines()]
-    assert launches
-    for launch in launches:
-        assert launch["shared"] <= SHARED_LIMIT[90], launch
-        limit = SPILLS.get((launch["module"], launch["kernel"], launch["operand"]), SPILL_LIMIT)
-        assert launch["stack"] <= limit, f"spills: {launch}"

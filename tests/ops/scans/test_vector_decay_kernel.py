@@ -32,6 +32,18 @@ def test_decays_that_differ_between_tokens_and_channels(dtype, boundaries):
     compare_changed(case, documents_of(BOUNDARIES[boundaries], 130), **inputs)
 
 
+def test_mild_and_steep_decays_on_a_chip_with_tensor_memory(monkeypatch):
+    from megalin._triton.scans import vector_decay as kernels
+
+    monkeypatch.setattr(kernels, "has_tensor_memory", lambda: True)
+    case = Case(130, key=20, value=24, dtype=torch.bfloat16)
+    inputs, _ = make_inputs("vector_decay_scan", case)
+    inputs["log_decay"] = torch.tensor([-0.01, -3.0])[(torch.arange(130) >= 64).long()][None, :, None, None].expand(
+        inputs["log_decay"].shape
+    )
+    compare_changed(case, **inputs)
+
+
 def test_keys_wider_than_the_values_dtype():
     case = Case(70, key=20, value=24, decay=0.1, dtype=torch.bfloat16)
     inputs, _ = make_inputs("vector_decay_scan", case)

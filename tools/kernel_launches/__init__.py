@@ -1,0 +1,1 @@
+"""Recorded launches of the Triton kernels and their compilation ahead of time."""
