@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megalin.commands.arguments.parser import build_parser
+from megalin.errors import ConfigError
+from megalin.layers.config import mixer_class
 from megalin.train.config import load_run_config
 from megalin.train.launch_checks import check_launch
 from tests.cases import GLU, build, make_inputs, model
@@ -152,6 +154,14 @@ def test_figures_of_the_readme_are_those_of_their_pages():
         for number in re.findall(r"\d+\.\d+|\d+e-\d+", text):
             if claim != "a trained result" or number != "3.8":  # of 3,842,048 bytes
                 assert number in page.read_text(), f"{number} is not in {page.name}"
+
+
+def test_a_mixer_of_another_package_without_its_class_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "package_of_mixers").mkdir()
+    (tmp_path / "package_of_mixers" / "nameless.py").write_text("CONFIG = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"this module has no MIXER; set MIXER to the class of its mixer"):
+        mixer_class("package_of_mixers.nameless")
 
 
 def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkeypatch):
