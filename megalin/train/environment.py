@@ -31,9 +31,18 @@ def versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     for name in ("numpy", "triton", "deepspeed", "flash-attn", "apex"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+        if (version := _installed_version(name)) is not None:
+            found[name] = version
     return found
+
+
+@functools.cache
+def _installed_version(name: str) -> str | None:
+    """The version of an installed distribution; reading its metadata takes milliseconds, and every checkpoint
+    records it."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
 
 
 def device_name(device: torch.device) -> str:

@@ -78,11 +78,23 @@ def _one_process(case: Case, backend: str | None) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()} | {"losses": losses.detach()}
 
 
-@pytest.mark.parametrize("case", REPRESENTATIVES, ids=lambda case: case.name)
-def test_block_of_every_mixer_is_one_graph(case: Case):
-    """Traced, not compiled: a graph break raises."""
+AOT = ("tnl", "rodimus_plus")
+"""Mixers whose backward make test traces too: a fixed decay; a convolution, decays of inputs and a window."""
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, id=f"{case.name}-{backend}", marks=[pytest.mark.slow] * (backend != fast))
+        for case in REPRESENTATIVES
+        for fast in ["aot_eager" if case.name in AOT else "eager"]
+        for backend in {fast: 0, "aot_eager": 0}
+    ],
+)
+def test_block_of_every_mixer_is_one_graph(case: Case, backend: str):
+    """Traced, not compiled: a graph break raises. With aot_eager the backward is traced too."""
     torch._dynamo.reset()
-    assert_close(_one_process(case, "aot_eager"), _one_process(case, None), 1e-11)
+    assert_close(_one_process(case, backend), _one_process(case, None), 1e-11)
 
 
 both_layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])

@@ -113,17 +113,18 @@ def compared(
     return dict(zip(cases, errors, strict=True)), dict(zip(faulty, faults, strict=True))
 
 
-def of_one_block(mixer_case: MixerCase) -> MixerCase:
-    """The case with its first block alone: one fault costs as much as a comparison."""
-    first = mixer_case.model.layers[0].model_copy(update={"repeat": 1})
-    return mixer_case._replace(model=mixer_case.model.model_copy(update={"layers": [first]}))
+def of_blocks(case: Any, blocks: slice) -> Any:
+    """The case with some of its blocks, one of each kind: one fault costs as much as a comparison."""
+    layers = [layer.model_copy(update={"repeat": 1}) for layer in case.model.layers[blocks]]
+    return case._replace(model=case.model.model_copy(update={"layers": layers}))
 
 
-FAST_FAULTY_CASES = named(map(of_one_block, by_name("rodimus_plus", "softmax")), cp=3) | named(
-    ENCODERS[2:3], cp=3, length=36
+FAST_FAULTY_CASES = named([of_blocks(case, slice(1)) for case in by_name("rodimus_plus", "softmax")], cp=3) | named(
+    [of_blocks(ENCODERS[2], slice(1, None))._replace(name="shifted")], cp=3, length=36
 )
 SLOW_FAULTY_CASES = (
-    named(by_name("tnl", "cosformer2"), cp=3)
+    named(ENCODERS[2:3], cp=3, length=36)
+    | named(by_name("tnl", "cosformer2"), cp=3)
     | named(by_name("tnl"), cp=3, cp_exchange="ring")
     | named(ENCODERS[-1:], cp=3, length=36)
 )
@@ -196,12 +197,14 @@ def test_documents_start_at_and_next_to_the_first_tokens_of_shards():
 
 
 FOLDED = ["dropped_decay", "wrong_neighbour", "missing_adjoint"]
+WINDOWED = ["local_sum", "missing_sum_adjoint", "missing_neighbours", "missing_neighbour_adjoint"]
 FAULTS_OF = {
     "tnl": FOLDED,
     "rodimus_plus": [*FOLDED, "missing_halo", "missing_halo_adjoint"],
     "cosformer2": FOLDED,  # the decays of TPE
     "softmax": ["swapped_split_order", "missing_exchange_adjoint"],
-    "local": ["local_sum", "missing_sum_adjoint", "missing_neighbours", "missing_neighbour_adjoint"],
+    "shifted": WINDOWED,
+    "local": WINDOWED,
     "two-way": [*FOLDED, "local_sum", "missing_sum_adjoint"],
 }
 """By case: a fixed decay; an input-dependent one with a convolution and a window; TPE's; heads; an encoder's sums; both

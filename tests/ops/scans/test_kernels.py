@@ -32,7 +32,7 @@ every_scan = pytest.mark.parametrize("name", [*SCANS, pytest.param(SHARED_KEYS, 
 
 
 @pytest.fixture(
-    params=[(1, 1), pytest.param((3, 1), marks=pytest.mark.slow), (2, 2)],
+    params=[(1, 1), pytest.param((3, 1), marks=slow), (2, 2)],
     ids=["one segment", "segments", "segments of two parts"],
 )
 def segments(request, monkeypatch):
@@ -50,17 +50,25 @@ def segments(request, monkeypatch):
     monkeypatch.setattr(vector_decay, "SEGMENT_CHUNKS", 100 if blocks == 1 else 1)
 
 
-FAST = ((1, "none"), (63, "mild"), (65, "strong"), (150, "none"), (150, "mild"))
+ONE, SEVERAL, PARTS = (1, 1), (3, 1), (2, 2)
+FAST = {
+    ONE: ((1, "none"), (63, "mild"), (65, "strong"), (150, "mild")),
+    SEVERAL: (),
+    PARTS: ((65, "strong"), (150, "none"), (150, "mild")),
+}
+"""Lengths and decays by segments: one chunk has no second segment."""
 
 
 @every_row
 @pytest.mark.parametrize(
-    ("length", "decay"),
+    ("segments", "length", "decay"),
     [
-        pytest.param(length, decay, marks=[slow] * ((length, decay) not in FAST))
+        pytest.param(cut, length, decay, marks=[slow] * ((length, decay) not in FAST[cut]))
+        for cut in FAST
         for length in (1, 63, 65, 150)
         for decay in DECAYS
     ],
+    indirect=["segments"],
 )
 @pytest.mark.usefixtures("segments")
 def test_kernels_are_as_good_as_the_reference(name, length, decay):
@@ -68,14 +76,21 @@ def test_kernels_are_as_good_as_the_reference(name, length, decay):
 
 
 @every_scan
-@pytest.mark.parametrize("decay", ["mild", "strong"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "decay"),
+    [
+        (torch.float32, "mild"),
+        (torch.float16, "strong"),
+        pytest.param(torch.float32, "strong", marks=slow),
+        pytest.param(torch.float16, "mild", marks=slow),
+    ],
+)
 def test_other_dtypes(name, dtype, decay):
     compare(name, Case(150, key=24, value=40, decay=DECAYS[decay], dtype=dtype))
 
 
 @every_scan
-@pytest.mark.parametrize(("key", "value"), [(6, 3), (80, 17), (16, 120)])
+@pytest.mark.parametrize(("key", "value"), [(6, 3), (80, 17), pytest.param(16, 120, marks=slow)])
 def test_widths_that_are_no_power_of_two(name, key, value):
     compare(name, Case(70, key, value))
 
@@ -85,7 +100,7 @@ def test_more_values_than_a_tile_holds(name):
     compare(name, Case(70, key=16, value=130))
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize("index", [0, 1], ids=["output", "state"])
 def test_no_initial_state_and_a_gradient_of_one_output_only(name, index):
     case = Case(150, key=16, value=24, dtype=torch.bfloat16)
@@ -106,7 +121,7 @@ VIEWS = {
 
 
 @every_scan
-@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("kind", ["heads first", "channels first", pytest.param("a slice", marks=slow)])
 def test_strided_inputs(name, kind):
     hold, view = VIEWS[kind]
     row, (inputs, options) = ROWS[name], make_inputs(name, Case(70, 16, 24, dtype=torch.bfloat16, batch=2))
@@ -131,12 +146,12 @@ def test_packed_documents(name, boundaries):
     compare(name, case, documents_of(boundaries, 150))
 
 
-@every_row
+@every_scan
 def test_packed_documents_without_decay(name):
     compare(name, Case(150, 24, 40, 0.0, torch.bfloat16, batch=2), documents_of(((63, 129), (65, 127)), 150))
 
 
-@every_row
+@every_scan
 @pytest.mark.parametrize(
     ("segments", "boundary"),
     [
@@ -223,12 +238,13 @@ def test_the_op_compiles_inside_a_block(name, kind):
 @pytest.mark.parametrize("segments", [(1, 1), *(pytest.param(x, marks=slow) for x in [(3, 1), (2, 2)])], indirect=True)
 @pytest.mark.usefixtures("segments")
 def test_the_fake_ops_have_the_same_shapes(name, dtype, sharded, monkeypatch):
-    """Every op that a scan calls, forward and backward, with the arguments of that call."""
+    """Every op that a scan calls, forward and backward, with the arguments of that call, and once their schemas."""
     checked, module = [], ROWS[name].module
+    checks = ("test_faketensor",) if sharded else ("test_schema", "test_faketensor")  # each computes the op again
 
     def checking(op):
         def call(*arguments):
-            torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(op, arguments, test_utils=checks)
             checked.append(op.name())
             return op(*arguments)
 
