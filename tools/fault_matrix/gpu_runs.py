@@ -78,7 +78,7 @@ def shared_gpu(lab: Lab) -> CaseResult:
 
 
 class SignalledRun:
-    """A small run of two ranks, of which one gets a signal."""
+    """A small run of two ranks; one gets a signal."""
 
     def __init__(self, lab: Lab, *, victim: int, phase: str, number: int) -> None:
         self.name = f"{signal.Signals(number).name} of rank {victim} in {phase}"
