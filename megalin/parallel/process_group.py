@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -99,7 +99,8 @@ def _exit_if_late(error: BaseException) -> Iterator[None]:
             lines = [f"{type(error).__name__}: {error}\n"]
             if not isinstance(error, MegalinError):
                 lines = traceback.format_exception(error)
-            os.write(2, "".join(lines).encode())
+            with suppress(OSError):  # nobody may read it any more
+                os.write(2, "".join(lines).encode())
             os._exit(getattr(error, "exit_code", 1))
 
     threading.Thread(target=watch, name="megalin-end-of-group", daemon=True).start()

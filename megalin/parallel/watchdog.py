@@ -181,7 +181,8 @@ class Watchdog:
             self._kill(verdict)
         self._decided.set()
         error = verdict.error()
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
         self._heartbeat.end(str(error))
         os._exit(verdict.exit_code)
 

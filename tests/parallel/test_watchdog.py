@@ -158,10 +158,11 @@ file, heartbeat = HeartbeatFile.open(folder / "heartbeats"), current()
 heartbeat.move_to(file, rank)
 heartbeat.step = 4
 report = WatchdogReport(print, lambda verdict: (folder / "reported").write_text(f"{rank}: {verdict.message}"))
-with Watchdog(file, heartbeat, rank, StallLimits(1.5, 60.0), folder / "stacks", report).running() as watchdog:
+with Watchdog(file, heartbeat, rank, StallLimits(2.0, 60.0), folder / "stacks", report).running() as watchdog:
     if rank == 0:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print("started", flush=True)
+    sys.stdin.readline()  # none is late because its start took longer
     heartbeat.enter("step")
     if stuck == "C call" and rank == 1:
         ctypes.PyDLL(None).sleep(60)  # keeps Python's lock
@@ -180,11 +181,12 @@ time.sleep(60)  # the process group's shutdown waits for kernels
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL"])
 def test_watchdogs_end_all_processes(tmp_path, fault):
-    count = 4 if fault == "SIGKILL" else 3
+    count = 3 if fault == "C call" else 4
     create(tmp_path / "heartbeats", count)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path), str(rank), fault],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -195,6 +197,12 @@ def test_watchdogs_end_all_processes(tmp_path, fault):
     for rank in ranks:
         assert rank.stdout is not None
         rank.stdout.readline()
+    if fault == "SIGSTOP":  # nobody reads the error of the last rank
+        ranks[3].stderr.close()
+        ranks[3].stderr = None
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
     started = time.monotonic()
     if fault.startswith("SIG"):
         ranks[1].send_signal(signal.Signals[fault])
@@ -203,6 +211,8 @@ def test_watchdogs_end_all_processes(tmp_path, fault):
     code = 6 if fault == "SIGKILL" else 7
     if fault == "SIGKILL":  # by a thread without Python's lock, which a C call keeps
         assert ranks[3].returncode == 1
+    elif fault == "SIGSTOP":
+        assert ranks[3].returncode == 7
     assert [ranks[0].returncode, ranks[2].returncode] == [code, code]
     # The signal for the stacks ends that sleep early: then this rank reads the others' verdict and leaves by itself.
     assert ranks[1].returncode in ((-9, 7) if fault == "C call" else (-9,))
