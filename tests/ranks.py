@@ -5,15 +5,12 @@ import warnings
 from functools import partial
 from typing import Any
 
-import torch
-
 from megalin.errors import RankFailedError
 from megalin.parallel import ranks
 
 __all__ = ["RankFailedError", "run_ranks"]
 
-# None of these imports a Triton kernel of megalin, which would fix whether kernels are interpreted. DeepSpeed, which
-# takes a rank a second to import, counts the GPUs of a machine; ranks forked after that would count them too.
+# None of these imports a Triton kernel of megalin, which would fix whether kernels are interpreted.
 _run_ranks = partial(
     ranks.run_ranks,
     preload=(
@@ -26,7 +23,6 @@ _run_ranks = partial(
         "megalin.verify.run",
         "tests.cases",
         "tests.encoder_cases",
-        *([] if torch.cuda.is_available() else ["deepspeed"]),
     ),
 )
 
