@@ -74,11 +74,10 @@ def fix_bf16() -> None:
 
 
 def speed_up() -> None:
-    """Removes three quarters of the interpreter's run time, most of which goes to types and not to numbers.
+    """Removes two thirds or more of the interpreter's run time, most of which goes to types and not to numbers.
 
-    Disables the search for int32 overflow, impossible at the sizes of the tests, and the check of each result's
-    itemsize, and caches what every call of a function of tl computes again: the built-in members of tl, the numpy dtype
-    of a type, types of results, and constants.
+    Disables the search for int32 overflow, impossible at the sizes of the tests, and caches what every call of a
+    function of tl computes again: its built-in members, the numpy dtype of a type, types of results, and constants.
     """
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
@@ -112,7 +111,6 @@ def speed_up() -> None:
     for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins_of(package)
     interpreter._patch_builtin = patch_builtin
-    interpreter.TensorHandle.__post_init__ = lambda self: None
     _patch_once_a_kernel()
     _cache_types()
     _cache_operands()

@@ -86,8 +86,7 @@ def enable_float8(model: nn.Module, blocks: Sequence[nn.Module], settings: Float
 
 def wide_linears(module: nn.Module, settings: Float8Settings) -> list[Linear]:
     """The linear layers of a block or mixer that multiply in FP8 with these settings."""
-    linears = (each for each in module.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear))
-    return [linear for linear in linears if _width(linear) >= settings.min_width]
+    return [linear for linear in _linears_of(module) if _width(linear) >= settings.min_width]
 
 
 def float8_linears(model: nn.Module) -> list[tuple[str, Linear]]:
@@ -137,9 +136,11 @@ def _version(capability: tuple[int, int]) -> str:
 def _linears(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tuple[str, Linear]]:
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks:
-        for module in block.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                yield names[id(module)], module
+        yield from ((names[id(linear)], linear) for linear in _linears_of(block))
+
+
+def _linears_of(module: nn.Module) -> Iterator[Linear]:
+    return (each for each in module.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear))
 
 
 def _width(linear: Linear) -> int:

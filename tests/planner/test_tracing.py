@@ -66,6 +66,13 @@ def test_a_graph_holds_what_is_still_read_and_fuses_what_is_element_wise():
     assert graph_cost(graph, []).peak_bytes == 2 * H + 2 * W - W  # up's last use is the first matmul
 
 
+def test_what_a_reduction_has_read_is_read_once():
+    """A division of rows by their largest number: x and the result, and the reduction's result written and read."""
+    x = torch.empty(TOKENS, WIDTH)
+    graph = make_fx(lambda x: x / x.abs().amax(-1, keepdim=True))(x).graph
+    assert graph_cost(graph, []).moved_bytes == 2 * X + 2 * 4 * TOKENS
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_collectives_of_both_directions_are_reported(compiled):
     with fake_mesh(ParallelConfig(tp=4), 4) as mesh:

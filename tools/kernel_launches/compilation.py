@@ -16,9 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
 
-from .launch import OPTIONS, KernelLaunch, kernel_of
+from megalin._triton.dispatch.chips import SHARED_BYTES
 
-SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+from .launch import CHIPS, OPTIONS, KernelLaunch, kernel_of
+
+SHARED_LIMIT = {chip: SHARED_BYTES[divmod(chip, 10)] for chip in CHIPS}
 """Largest shared memory of a thread block in bytes, by chip."""
 SPILL_LIMIT = 16
 """Bytes of stack a thread that need no mention in the list: above them a kernel spills more than a pointer or two."""

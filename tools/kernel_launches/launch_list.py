@@ -58,9 +58,9 @@ class LaunchList:
 
     @classmethod
     def read(cls, path: Path = PATH) -> LaunchList:
-        """The list in a file; an empty one where there is none."""
+        """The list in a file."""
         found, kernel = cls(), ""
-        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        for line in path.read_text("utf-8").splitlines():
             if line.startswith("["):
                 name, digest, *compiled = line[1:].replace("]", "", 1).split()
                 kernel, found.seals[name] = name, Seal(digest, tuple(map(int, compiled)))

@@ -6,10 +6,9 @@ import ast
 import functools
 from pathlib import Path
 
-from .launch import OPTIONS
+from .launch import OPTIONS, PREFIX
 
 FOLDER = Path(__file__).parents[2] / "csrc/triton"
-PREFIX = "megalin._triton."
 
 
 @functools.cache
