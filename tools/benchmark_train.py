@@ -16,8 +16,9 @@ torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k train
 
 --profile runs one more step and prints the time of its kernels on the first rank's device; with several ranks it runs
 three, and the JSON line has the communication of the second and its exposed part (train_benchmarks/communication.py).
---roofline compares the step with the time of its matmuls, scans and memory traffic (train_benchmarks/roofline.py).
---baseline also times another library's model of the same sizes (train_benchmarks/baselines.py).
+--roofline compares the step with two lower bounds (train_benchmarks/roofline.py): the time of its matmuls, scans and
+memory traffic, and the same with scans and attention at their own roofline.
+--baseline also times another library's model of the same sizes, in its fastest form (train_benchmarks/baselines.py).
 --simulated-ranks N runs one rank of N on one GPU, with simulated collectives (train_benchmarks/simulated_ranks.py).
 """
 
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from train_benchmarks.baselines import BASELINES, baseline_step, build_baseline, is_own_model
+from train_benchmarks.baselines import BASELINES, VARIANTS, baseline_step, build_baseline, is_own_model
 from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import StartedStep, Timing, end_on, time_steps
 from train_benchmarks.communication import Communication, record_communication
@@ -42,6 +43,7 @@ from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
 from train_benchmarks.simulated_ranks import simulated_ranks
 
+from megalin.data.batch import AnyBatch
 from megalin.errors import ConfigError
 from megalin.launch import launched
 from megalin.model.config import EncoderConfig, ModelConfig
@@ -52,6 +54,9 @@ from megalin.terminal_output import exit_code
 from megalin.train.build import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.hardware import peak_memory_bytes
+
+FAILURES = (RuntimeError, ImportError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
+"""What a library's compilation or launch raises; its other variants are still timed."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -158,7 +163,8 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
     if ours.sent is not None:
         result["communication_milliseconds"] = ours.sent._asdict()
     if ours.recorded is not None:
-        result |= describe_roofline(measure_roofline(ours.recorded, ours.moved_bytes), timing.median_seconds)
+        roofline = measure_roofline(ours.recorded, ours.moved_bytes, step_flops=ours.flops_per_token * tokens)
+        result |= describe_roofline(roofline, timing.median_seconds)
         release_memory()
     if arguments.baseline:
         baseline = measure_baseline(arguments, run, mesh)
@@ -166,14 +172,21 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
     return result
 
 
+def fresh_batches(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> list[list[AnyBatch]]:
+    """This rank's micro-batches of every step, each of other tokens, made before the first one."""
+    length = arguments.document_length
+    count = arguments.warmup + arguments.steps
+    return [random_batches(run, mesh, step=step, document_length=length) for step in range(count)]
+
+
 def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> Ours:
     """Times our step, and profiles one more if --profile or --roofline asks for it."""
     started = time.perf_counter()
-    batches = random_batches(run, mesh, document_length=arguments.document_length)
+    batches = fresh_batches(arguments, run, mesh)
     engine = build_engine(run, mesh)
 
     def start(number: int) -> StartedStep:
-        started = engine.step(batches, learning_rate=run.optimizer.lr, step=number)
+        started = engine.step(batches[number % len(batches)], learning_rate=run.optimizer.lr, step=number)
         return StartedStep(started.is_ready, lambda: started.wait().loss, end_on(mesh.device))
 
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
@@ -203,11 +216,14 @@ def describe_roofline(roofline: Roofline, step_seconds: float) -> dict[str, Any]
     return {
         "roofline_fraction": roofline.seconds / step_seconds,
         "roofline_milliseconds": roofline.seconds * 1e3,
+        "lower_bound_fraction": roofline.lower_bound / step_seconds,
+        "lower_bound_milliseconds": roofline.lower_bound * 1e3,
         "roofline_parts_milliseconds": {
             "matmuls": roofline.matmuls * 1e3,
             "matmuls_isolated": roofline.matmuls_isolated * 1e3,
             "matmuls_in_step": roofline.matmuls_in_step * 1e3,
             "mixing": roofline.mixing * 1e3,
+            "mixing_at_its_roofline": roofline.mixing_roofline * 1e3,
             "bytes": roofline.bytes * 1e3,
         },
         "roofline_mixing_milliseconds": {name: seconds * 1e3 for name, seconds in roofline.mixing_seconds.items()},
@@ -218,21 +234,49 @@ def describe_roofline(roofline: Roofline, step_seconds: float) -> dict[str, Any]
 
 
 def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Times the baseline's step with the same clock, on the same tokens."""
+    """Times the baseline's step with the same clock, on the same tokens: the fastest of the library's variants.
+
+    Raises:
+        ConfigError: as `build_baseline`, or no variant runs.
+    """
     assert isinstance(run.model, ModelConfig), type(run.model)
-    torch.cuda.reset_peak_memory_stats()
     if is_own_model(arguments.baseline, run.model):
+        torch.cuda.reset_peak_memory_stats()
         with scans_by_fla():
             timing = measure_ours(argparse.Namespace(**{**vars(arguments), "roofline": False}), run, mesh).timing
-        name, samples = "our model on its scan", run.train.global_batch_size
-    else:
-        started = time.perf_counter()
-        model = build_baseline(arguments.baseline, run.model, device=mesh.device)
-        name, samples = type(model).__name__, run.train.micro_batch_size
-        start = baseline_step(model, random_batches(run, mesh)[0].tokens, lr=run.optimizer.lr)
-        timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
+        return describe_baseline(run, "our model on its scan", run.train.global_batch_size, timing, mesh)
+    found: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for variant in VARIANTS[arguments.baseline]:
+        try:
+            found.append({"variant": variant, **measure_variant(arguments, run, mesh, variant)})
+        except ConfigError:
+            raise
+        except FAILURES as error:
+            failed[variant] = f"{type(error).__name__}: {error}"[:500]
+        release_memory()
+    if not found:
+        raise ConfigError(f"--baseline {arguments.baseline}: no variant runs: {failed}; leave --baseline out")
+    found.sort(key=lambda row: row["step_seconds_median"])
+    others = {row["variant"]: row["step_seconds_median"] for row in found[1:]}
+    return {**found[0], "library": arguments.baseline, "slower_variants": others, "failed_variants": failed}
+
+
+def measure_variant(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh, variant: str) -> dict[str, Any]:
+    """Times one variant of the baseline's model."""
+    assert isinstance(run.model, ModelConfig), type(run.model)
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    model = build_baseline(arguments.baseline, run.model, device=mesh.device, variant=variant)
+    tokens = [batches[0].tokens for batches in fresh_batches(arguments, run, mesh)]
+    start = baseline_step(model, tokens, lr=run.optimizer.lr)
+    timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
+    return describe_baseline(run, type(model).__name__, run.train.micro_batch_size, timing, mesh)
+
+
+def describe_baseline(run: RunConfig, name: str, samples: int, timing: Timing, mesh: Mesh) -> dict[str, Any]:
+    """Fields of the JSON line for a step of `samples` sequences of a baseline."""
     return {
-        "library": arguments.baseline,
         "class": name,
         "tokens_per_second": samples * run.data.sequence_length / timing.median_seconds,
         "step_seconds_median": timing.median_seconds,

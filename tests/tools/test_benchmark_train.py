@@ -65,6 +65,37 @@ def test_only_scans_and_attention_count_as_token_mixing():
     assert [bool(MIXING.match(name)) for name in mixing + others] == [True] * 3 + [False] * 4
 
 
+def test_operations_in_no_matmul_bound_the_mixing_where_they_take_longer_than_its_bytes(monkeypatch):
+    from train_benchmarks import roofline
+
+    operand = roofline.Operand((4, 4), (4, 1), torch.float32)
+    monkeypatch.setattr(roofline, "_time_matmul", lambda matmul, count: 2.0)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda: 10.0)
+    recorded = roofline.Recorded(Counter({("aten::mm", (operand, operand)): 3}), 6.0, {"megalin::decay_scan": 9.0}, 30)
+    found = roofline.measure_roofline(recorded, 20, step_flops=3 * 128 + 5 * 64)  # 64 operations a second
+    assert (found.mixing, found.mixing_roofline, found.lower_bound) == (9.0, 5.0, 6.0 + 5.0 + 2.0)
+
+
+def test_bytes_of_scans_and_attention_are_those_of_inputs_outputs_and_gradients():
+    from train_benchmarks.roofline import _mixing_bytes
+
+    q, v, gate = [2, 64, 4, 16], [2, 64, 4, 32], [2, 64, 4]
+
+    def event(name, *arguments):
+        shapes, types = zip(*arguments, strict=True)
+        return {"cat": "cpu_op", "name": name, "args": {"Input Dims": list(shapes), "Input type": list(types)}}
+
+    half, none, ids = "c10::BFloat16", ([], ""), ([2, 64], "int")
+    scan = [(v, half), none, (q, half), (q, half), (v, half), (gate, "float"), ids, ([2, 4, 16, 32], "float")]
+    attention = [(q, half), (q, half), (q, half), (q, half), (q, half), ([], "Scalar")]
+    numbers = {"q": 2 * 64 * 4 * 16, "v": 2 * 64 * 4 * 32, "gate": 2 * 64 * 4}
+    scanned = 3 * (2 * (2 * numbers["q"] + numbers["v"]) + 4 * numbers["gate"]) + 2 * 2 * numbers["v"]
+    assert _mixing_bytes([event("megalin::scalar_decay_scan_finish_backward", *scan)]) == scanned
+    assert _mixing_bytes([event("aten::_flash_attention_backward", *attention)]) == 11 * 2 * numbers["q"]
+    others = ["megalin::vector_decay_scan_begin_backward", "megalin::decay_scan_finish", "aten::mm"]
+    assert _mixing_bytes([event(name, *scan) for name in others]) == 0
+
+
 def test_unavoidable_bytes_of_a_step_follow_the_rule():
     from train_benchmarks.roofline import unavoidable_bytes
 
@@ -106,9 +137,10 @@ def test_the_roofline_takes_matmuls_at_the_lesser_of_their_times(monkeypatch):
     monkeypatch.setattr(roofline, "_time_matmul", lambda matmul, count: 2.0)
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda: 10.0)
     for in_step, expected in ((5.0, 5.0), (7.0, 6.0)):
-        recorded = roofline.Recorded(Counter({matmul: 3}), in_step, {"megalin::decay_scan": 4.0})
-        found = roofline.measure_roofline(recorded, 20)
+        recorded = roofline.Recorded(Counter({matmul: 3}), in_step, {"megalin::decay_scan": 4.0}, 30)
+        found = roofline.measure_roofline(recorded, 20, step_flops=3 * 128)
         assert found.seconds == expected + 4.0 + 2.0
+        assert found.lower_bound == expected + 3.0 + 2.0
         assert (found.matmuls_isolated, found.matmuls_in_step) == (6.0, in_step)
 
 
@@ -118,7 +150,7 @@ def test_the_roofline_takes_matmuls_at_the_lesser_of_their_times(monkeypatch):
         (
             "fla",
             "llama-1b",
-            "--baseline fla: it has no model of family 'softmax'; use a preset of hgrn2, mamba2, rodimus",
+            "--baseline fla: it has no model of family 'softmax'; use a preset of hgrn2, mamba2, recurrence",
         ),
         ("transformers", "tnl-1b", "--baseline transformers: it has no model of family 'tnl'; use a preset of softmax"),
     ],
@@ -154,12 +186,36 @@ def test_a_baseline_has_the_sizes_of_our_model(monkeypatch):
     assert seen == {
         "hidden_size": 64,
         "num_hidden_layers": 3,
-        "vocab_size": 300,
+        "vocab_size": 384,
         "tie_word_embeddings": True,
         "use_cache": False,
         "intermediate_size": 96,
         "num_heads": 4,
     }
+
+
+def test_the_fastest_variant_of_a_library_is_its_baseline(monkeypatch):
+    import benchmark_train
+
+    run = benchmark_train.run_config("tnl-70m", ["data.sequence_length=64"], 1)
+    seconds = {"slow": 3.0, "fast": 2.0}
+    variants = dict.fromkeys(["slow", "broken", "fast"])
+    monkeypatch.setitem(benchmark_train.VARIANTS, "fla", variants)
+
+    def measure(arguments, run, mesh, variant):
+        if variant not in seconds:
+            raise RuntimeError("no kernel")
+        return {"step_seconds_median": seconds[variant]}
+
+    monkeypatch.setattr(benchmark_train, "measure_variant", measure)
+    options = Namespace(**{**vars(OPTIONS), "baseline": "fla"})
+    found = benchmark_train.measure_baseline(options, run, None)
+    assert (found["variant"], found["step_seconds_median"]) == ("fast", 2.0)
+    assert found["slower_variants"] == {"slow": 3.0}
+    assert found["failed_variants"] == {"broken": "RuntimeError: no kernel"}
+    seconds.clear()
+    with pytest.raises(ConfigError, match=r"no variant runs.*no kernel.*leave --baseline out"):
+        benchmark_train.measure_baseline(options, run, None)
 
 
 def test_encoders_train_on_padded_samples_and_predict_valid_tokens():

@@ -1,17 +1,20 @@
 """Training step of another library's model of the same family and sizes: bf16 weights, fused AdamW, no clipping.
 
 | ours | fla | transformers |
-| transnormer, tnl | RetNet | |
+| transnormer, tnl, recurrence with a fixed decay | RetNet | |
+| recurrence with a decay per key (GLA) | GLA | |
 | hgrn2, rodimus | the same | |
-| mamba2 | the same, on its own convolution and mamba_ssm's Triton scan | |
-| softmax | | LLaMA, SDPA, each block compiled |
+| mamba2 | the same, on causal_conv1d and mamba_ssm's fused path | |
+| softmax | | LLaMA, SDPA |
 | cosformer2 | our own model on fla's scan, for want of a public implementation | |
+
+Each model is timed in several variants (`VARIANTS`); the fastest one is the baseline. Its vocabulary is padded as ours.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from megalin.errors import ConfigError
 from megalin.layers.config import MixerConfig
 from megalin.model.config import ModelConfig
+from megalin.parallel.embedding import padded_rows
 from megalin.train.step import AsyncScalars
 from train_benchmarks.clock import StartedStep, end_on
 
@@ -26,46 +30,52 @@ OWN_MODEL = ("fla", "cosformer2")
 """Library and family for which only the op exists, not the model."""
 BASELINES = {"fla": "fla.models", "transformers": "transformers"}
 """Module of each library with its models."""
+_MAMBA2_PACKAGES = ("mamba_ssm", "causal_conv1d")
 
 
-def build_baseline(library: str, config: ModelConfig, *, device: torch.device) -> nn.Module:
-    """Builds the library's model with its initial weights in bf16, with compiled blocks if the library's ops allow it.
+def build_baseline(library: str, config: ModelConfig, *, device: torch.device, variant: str = "as it is") -> nn.Module:
+    """Builds the library's model with its initial weights in bf16, in one of its `VARIANTS`.
 
     Raises:
         ConfigError: the library, or a package that its model needs to be fast, is not installed, or it has no model of
             this family.
     """
-    mixer, glu = _sublayers(config)
-    recipe = RECIPES.get((library, mixer.type))
+    mixer, *others = config.layers[0].sublayers
+    recipe = RECIPES.get((library, mixer.type)) if len(others) < 2 else None
     if recipe is None:
         families = ", ".join(sorted(family for name, family in RECIPES if name == library))
-        raise ConfigError(f"--baseline {library}: it has no model of family {mixer.type!r}; use a preset of {families}")
+        family = " + ".join([mixer.type, *(other.type for other in others if len(others) > 1)])
+        raise ConfigError(f"--baseline {library}: it has no model of family {family!r}; use a preset of {families}")
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"--baseline {library}: {library} is not installed; install it, or leave --baseline out")
-    if mixer.type == "mamba2" and importlib.util.find_spec("mamba_ssm") is None:
-        raise ConfigError(
-            f"--baseline {library}: without mamba_ssm, its model of family 'mamba2' allocates tensors of [tokens, "
-            "chunk, heads, state]; install mamba_ssm, or leave --baseline out"
-        )
+    if mixer.type == "mamba2":
+        for package in _MAMBA2_PACKAGES:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"--baseline {library}: its model of family 'mamba2' is fast on mamba_ssm and causal_conv1d only, "
+                    f"and {package} is not installed; install it, or leave --baseline out"
+                )
     sizes = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
+        "vocab_size": padded_rows(config.vocab_size),
         "tie_word_embeddings": config.tie_embeddings,
         "use_cache": False,
     }
-    if glu is not None:
-        sizes["intermediate_size"] = glu.intermediate_size
+    if others:
+        sizes["intermediate_size"] = others[0].intermediate_size
     with torch.device(device):
-        return recipe(sizes, mixer).to(torch.bfloat16)
+        model = recipe(sizes, mixer).to(torch.bfloat16)
+    VARIANTS[library][variant](model)
+    return model
 
 
-def baseline_step(model: nn.Module, tokens: Tensor, *, lr: float) -> Callable[[int], StartedStep]:
-    """Training step that predicts each next token of `tokens` [B, T]."""
+def baseline_step(model: nn.Module, tokens: Sequence[Tensor], *, lr: float) -> Callable[[int], StartedStep]:
+    """Training step that predicts each next token of `tokens[step]` [B, T]."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     def step(index: int) -> StartedStep:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = model(input_ids=tokens[index], labels=tokens[index], use_cache=False).loss
         loss.backward()
         scalars = AsyncScalars(loss.detach())
         optimizer.step()
@@ -80,16 +90,41 @@ def is_own_model(library: str, config: ModelConfig) -> bool:
     return (library, config.layers[0].sublayers[0].type) == OWN_MODEL
 
 
-def _sublayers(config: ModelConfig) -> tuple[MixerConfig, MixerConfig | None]:
-    """Token mixer and GLU of the first block."""
-    mixer, *others = config.layers[0].sublayers
-    return mixer, others[0] if others else None
+def _compile_blocks(model: nn.Module) -> None:
+    for layer in (model.backbone if hasattr(model, "backbone") else model.model).layers:
+        layer.compile()
+
+
+def _compile_blocks_with_liger(model: nn.Module) -> None:
+    """Blocks compiled, and the head with the loss by Liger's op."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError("liger_kernel is not installed")
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    others = dict.fromkeys(("rope", "swiglu", "rms_norm", "cross_entropy"), False)
+    apply_liger_kernel_to_llama(**others, fused_linear_cross_entropy=True, model=model)
+    _compile_blocks(model)
+
+
+VARIANTS: dict[str, dict[str, Callable[[nn.Module], None]]] = {
+    "fla": {"as it is": lambda model: None, "blocks compiled": _compile_blocks},
+    "transformers": {"blocks compiled": _compile_blocks, "blocks compiled, Liger's loss": _compile_blocks_with_liger},
+}
+"""Forms of each library's models that are timed."""
 
 
 def _retnet(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
     from fla.models import RetNetConfig, RetNetForCausalLM
 
     return RetNetForCausalLM(RetNetConfig(**sizes, num_heads=mixer.num_heads, expand_k=1.0, expand_v=1.0))
+
+
+def _recurrence(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
+    """RetNet for a fixed decay, GLA for one per key."""
+    from fla.models import GLAConfig, GLAForCausalLM, RetNetConfig, RetNetForCausalLM
+
+    config, model = {"fixed": (RetNetConfig, RetNetForCausalLM), "vector": (GLAConfig, GLAForCausalLM)}[mixer.decay]
+    return model(config(**sizes, num_heads=mixer.num_heads, expand_k=mixer.expand_k, expand_v=mixer.expand_v))
 
 
 def _hgrn2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
@@ -109,26 +144,20 @@ def _rodimus(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
 def _mamba2(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
     from fla.models import Mamba2Config, Mamba2ForCausalLM
 
-    model = Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=mixer.head_dim, state_size=mixer.state_size))
-    for layer in model.backbone.layers:
-        # In training mode it requires the CUDA package causal_conv1d; in eval mode it uses its own convolution.
-        layer.mixer.eval()
-    return model
+    return Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=mixer.head_dim, state_size=mixer.state_size))
 
 
 def _llama(sizes: dict[str, object], mixer: MixerConfig) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": mixer.num_heads, "num_key_value_heads": mixer.key_value_heads}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa"))
-    for layer in model.model.layers:
-        layer.compile()
-    return model
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa"))
 
 
 RECIPES: dict[tuple[str, str], Callable[[dict[str, object], MixerConfig], nn.Module]] = {
     ("fla", "transnormer"): _retnet,
     ("fla", "tnl"): _retnet,
+    ("fla", "recurrence"): _recurrence,
     ("fla", "hgrn2"): _hgrn2,
     ("fla", "rodimus"): _rodimus,
     ("fla", "mamba2"): _mamba2,

@@ -14,9 +14,9 @@ from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 
 
-def random_batches(run: RunConfig, mesh: Mesh, *, document_length: int | None = None) -> list[AnyBatch]:
-    """This rank's tokens of the micro-batches of a step."""
-    generator = torch.Generator().manual_seed(mesh.samples.rank)
+def random_batches(run: RunConfig, mesh: Mesh, *, step: int = 0, document_length: int | None = None) -> list[AnyBatch]:
+    """This rank's tokens of the micro-batches of a step; other tokens in each step."""
+    generator = torch.Generator().manual_seed(step * mesh.samples.size + mesh.samples.rank)
     size = run.train.micro_batch_size
     count = run.train.global_batch_size // (size * mesh.samples.size)
     make = partial(random_batch, run.model, size, run.data.sequence_length, generator, document_length=document_length)

@@ -15,11 +15,19 @@ The roofline is the sum of three times of one run, since a step runs them one af
   the weight and two moments read and written in fp32 (24).
 
 Reads and writes of scans and of matmuls are part of their own time.
+
+The lower bound is the same sum with the mixing at its own roofline, so that a slow scan shows: the larger of
+
+- its bytes over the same bandwidth: forward, the inputs (q, k, v, gates) are read and the output written; backward,
+  both are read again and the gradients of the inputs written; states stay in the chip;
+- its operations, those of the step (`training_flops`) that no recorded matmul has, at the rate of the fastest matmul.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import statistics
 import tempfile
@@ -32,6 +40,8 @@ import torch
 from torch import Tensor, nn
 
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+MIXING_BACKWARD = re.compile(r"(?<!_begin)_backward$")
+"""The backward op that has all arguments: a scan's second phase, or attention's."""
 MIXING = re.compile(r"megalin::\w*(scan|attention)|aten::_(cudnn|flash|efficient)_attention")
 NARROW = 8
 """Matrices of at most this many inputs are depthwise convolutions."""
@@ -60,6 +70,8 @@ class Recorded(NamedTuple):
     """Device time of all matmuls in the step."""
     mixing_seconds: dict[str, float]
     """Device time by op."""
+    mixing_bytes: int
+    """Bytes of scans and attention by the rule above."""
 
 
 class Roofline(NamedTuple):
@@ -77,11 +89,17 @@ class Roofline(NamedTuple):
     moved_bytes: int
     copy_bandwidth: float
     """Bytes a second, read and written."""
+    mixing_roofline: float
 
     @property
     def seconds(self) -> float:
         """Sum of the three parts."""
         return self.matmuls + self.mixing + self.bytes
+
+    @property
+    def lower_bound(self) -> float:
+        """The sum with the mixing at its roofline, where that is less than its time."""
+        return self.matmuls + min(self.mixing, self.mixing_roofline) + self.bytes
 
 
 def record(step: Callable[[], object]) -> tuple[Recorded, Any]:
@@ -95,7 +113,7 @@ def record(step: Callable[[], object]) -> tuple[Recorded, Any]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    return Recorded(Counter(_matmuls(events)), in_step, mixing), profile
+    return Recorded(Counter(_matmuls(events)), in_step, mixing, _mixing_bytes(events)), profile
 
 
 def _matmuls(events: Iterable[dict[str, Any]]) -> Iterable[Matmul]:
@@ -106,6 +124,26 @@ def _matmuls(events: Iterable[dict[str, Any]]) -> Iterable[Matmul]:
             operands = [Operand(tuple(d), tuple(s), DTYPES[t]) for d, s, t in list(zip(*columns, strict=True))[:count]]
             if all(0 not in operand.shape for operand in operands):
                 yield event["name"], tuple(operands)
+
+
+def _mixing_bytes(events: Iterable[dict[str, Any]]) -> int:
+    """Bytes of all scans and attention, read off the arguments of their backward ops: (d_output, q, k, v, ...) of
+    attention, (d_output, d_leaving, q, k, v, gates..., document ids, ...) of scans."""
+    total = 0
+    for event in events:
+        name = event["name"]
+        if event.get("cat") != "cpu_op" or not MIXING.match(name) or not MIXING_BACKWARD.search(name):
+            continue
+        arguments = event["args"]
+        sizes = list(map(_nbytes, arguments["Input Dims"], arguments["Input type"]))
+        inputs = sizes[1:4] if "attention" in name else list(itertools.takewhile(bool, sizes[2:]))
+        total += 3 * sum(inputs) + 2 * sizes[0]
+    return total
+
+
+def _nbytes(shape: Any, name: str) -> int:
+    """Bytes of a float tensor; 0 for other arguments."""
+    return math.prod(shape) * DTYPES[name].itemsize if name in DTYPES and shape else 0
 
 
 def matmul_flops(matmul: Matmul) -> int:
@@ -133,8 +171,13 @@ def unavoidable_bytes(model: nn.Module, *, tokens: int, compute_bytes: int, hidd
     return tokens * per_token + parameters * (UPDATE_BYTES + compute_bytes)
 
 
-def measure_roofline(recorded: Recorded, moved_bytes: int, *, rounds: int = 3) -> Roofline:
-    """Times each matmul on random data, as many back to back as in the step, so that the GPU's power limit applies."""
+def measure_roofline(recorded: Recorded, moved_bytes: int, *, step_flops: float, rounds: int = 3) -> Roofline:
+    """Times each matmul on random data, as many back to back as in the step, so that the GPU's power limit applies.
+
+    Args:
+        moved_bytes: `unavoidable_bytes` of the step.
+        step_flops: operations of the step, scans and attention included.
+    """
     seconds: dict[Matmul, list[float]] = {matmul: [] for matmul in recorded.matmuls}
     for _ in range(rounds):
         for matmul, count in recorded.matmuls.items():
@@ -146,6 +189,8 @@ def measure_roofline(recorded: Recorded, moved_bytes: int, *, rounds: int = 3) -
         rows.append(row | {"tflops_per_second": matmul_flops(matmul) / each / 1e12})
     rows.sort(key=lambda row: -row["count"] * row["milliseconds"])
     bandwidth, isolated = copy_bandwidth(), sum(row["count"] * row["milliseconds"] for row in rows) / 1e3
+    others = max(0.0, step_flops - sum(count * matmul_flops(matmul) for matmul, count in recorded.matmuls.items()))
+    rate = max((row["tflops_per_second"] * 1e12 for row in rows), default=math.inf)
     return Roofline(
         matmuls=min(isolated, recorded.matmul_seconds),
         matmuls_isolated=isolated,
@@ -156,6 +201,7 @@ def measure_roofline(recorded: Recorded, moved_bytes: int, *, rounds: int = 3) -
         mixing_seconds=recorded.mixing_seconds,
         moved_bytes=moved_bytes,
         copy_bandwidth=bandwidth,
+        mixing_roofline=max(recorded.mixing_bytes / bandwidth, others / rate),
     )
 
 
