@@ -34,21 +34,27 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     if v.dtype != torch.bfloat16:
         return f"q, k, v of {v.dtype}"
     widest = max(k.shape[-1], v.shape[-1])
-    if widest > WIDE and v.is_cuda and _capability() != HOPPER:
+    if widest > WIDE and v.is_cuda and not _is_hopper():
         return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, except on compute capability 9.0"
     return ""
 
 
 def unmeasured(op: str, backend: Backend, v: Tensor) -> str:
     """Reason why "auto" leaves a GPU to the Triton kernels: only the form for Hopper was measured to be faster."""
-    if not v.is_cuda or _capability() == HOPPER or not is_auto(op, backend):
+    if not v.is_cuda or _is_hopper() or not is_auto(op, backend):
         return ""
-    return "compute capability {}.{} unless it is asked for: it was measured on 9.0 alone".format(*_capability())
+    return f"compute capability {_capability()} unless it is asked for: it was measured on 9.0 alone"
 
 
 @assume_constant_result
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() == HOPPER
+
+
+@assume_constant_result
+def _capability() -> str:
+    """Such as 8.0; a tuple as a constant of torch.compile cannot be compared with torch 2.11."""
+    return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 class Cut(NamedTuple):
