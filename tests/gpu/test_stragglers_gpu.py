@@ -18,7 +18,7 @@ def run(tmp_path: Path, *, steps: int, slow_rank: int, parallel: dict[str, int])
     config = write_config(
         tmp_path,
         model={"hidden_size": 1024, "layers": [{"sublayers": block}] * 6},
-        data={"sequence_length": 1024},
+        data={"sequence_length": 1024, "validation": []},
         train={"steps": steps, "global_batch_size": 16, "micro_batch_size": 4, "dtype": "bfloat16"},
         optimizer={"lr": 1e-4},
         parallel=parallel,
