@@ -30,7 +30,7 @@ DROPOUT = {"embedding_dropout": 0.05, "hidden_dropout": 0.1}
 CPU = torch.device("cpu")
 EXACT = (
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "flops", "label_tokens", "evaluation_loss"),
-    *("loss_scale", "skipped"),
+    *("loss_scale", "skipped", "spike"),
 )
 """Metrics that depend on the config alone."""
 

@@ -52,6 +52,11 @@ class TrainConfig(Config):
     loss scaling."""
     loss_scale: LossScaleConfig | None = None
     """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
+    on_spike: Literal["warn", "skip"] = "warn"
+    """What follows a spike: a loss above the median of the last 128 steps by more than 10 of their median absolute
+    deviations and 0.1 nat, or a gradient norm above 50 times their median and 100 deviations, from step 101 on. warn: a
+    warning with the samples of the step. skip: its update is left out, too, on every rank; the schedule, the samples
+    and the ledger count the step. Only with the fsdp2 engine."""
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
     power-of-two scale for each row; needs dtype = "bfloat16", and on GPUs compute capability 8.9. Gradients of weights,
@@ -150,6 +155,11 @@ class RunConfig(Config):
                 'it, or use engine = "deepspeed"'
             ]
         problems = []
+        if train.on_spike != "warn":
+            problems.append(
+                f'train.on_spike = "{train.on_spike}" with train.engine = "deepspeed", which decides on its updates '
+                'itself; leave it out (a warning), or use engine = "fsdp2"'
+            )
         if parallel.pp > 1:
             problems.append(
                 f'parallel.pp = {parallel.pp} with train.engine = "deepspeed", whose pipelines need consecutive '

@@ -33,6 +33,7 @@ from megalin.train.config import RunConfig
 from megalin.train.deepspeed_settings import deepspeed_settings
 from megalin.train.engine import FillWeights
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, describe_lowest_scale, make_loss_scale, read_step
+from megalin.train.spikes import SPIKES_PREFIX, make_spike_guard
 from megalin.train.step import NOTHING_CHANGED, StepResult
 from megalin.train.step_timer import StepTimer
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
@@ -124,7 +125,7 @@ class DeepSpeedEngine:
         self._layout = LocalLayout(mesh, localize(self.model))
         self._parameters = dict(self.model.named_parameters())
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._loss_scale = make_loss_scale(config.train, mesh)
+        self._loss_scale, self._spikes = make_loss_scale(config.train, mesh), make_spike_guard(config.train, mesh)
         rounds = config.train.dtype != "float32"
         # DeepSpeed makes its fp32 weights from rounded ones.
         unrounded = {name: self._shard(name, p.detach().clone()) for name, p in self._parameters.items() if rounds}
@@ -175,8 +176,8 @@ class DeepSpeedEngine:
         return self._judge(result, step)
 
     def _judge(self, result: StepResult, step: int) -> StepResult:
-        """Adds the loss scaling of a step to its result, and updates the scale. Raises NumericError if the loss or the
-        gradient is not finite, in float16 a gradient only with the lowest loss scale."""
+        """Adds the loss scaling of a step and its comparison with those before to its result. Raises NumericError if
+        the loss or the gradient is not finite, in float16 a gradient only with the lowest loss scale."""
         loss, norm = result.loss, result.grad_norm
         problem = (
             "" if math.isfinite(loss) and math.isfinite(norm) else f"loss {loss}, gradient norm {norm} is not finite"
@@ -190,7 +191,8 @@ class DeepSpeedEngine:
             raise NumericError(
                 f'step {step}: {problem}. {NOTHING_CHANGED}; train.engine = "fsdp2" names the parameters'
             )
-        return result
+        values = torch.tensor([loss, norm], dtype=torch.float64, device=self._mesh.device)
+        return result._replace(spike=self._spikes.read(self._spikes.judge(*values)[1].tolist()))
 
     def tensors(self) -> Mapping[str, Tensor]:
         tensors: dict[str, Tensor] = {name: self._shard(name, self._get(name, None)) for name in self._parameters}
@@ -200,7 +202,7 @@ class DeepSpeedEngine:
             for key in _MOMENTS:
                 tensors[optimizer_name(name, key)] = self._shard(name, self._get(name, key))
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
-        return tensors | scale | self._hooks.tensors()
+        return tensors | scale | self._spikes.tensors() | self._hooks.tensors()
 
     def load(self, checkpoint: Checkpoint) -> None:
         shards = {(name, key): self._empty(name) for name in self._parameters for key in (None, *_MOMENTS)}
@@ -210,7 +212,8 @@ class DeepSpeedEngine:
         steps = {optimizer_name(name, "step"): torch.zeros(()) for name in self._parameters}
         saved = self._hooks.saved_in(checkpoint)
         scale = {} if self._loss_scale is None else self._loss_scale.saved_in(checkpoint)
-        load(checkpoint, tensors | steps | scale | saved.tensors, ignore=(*saved.ignored, LOSS_SCALE_PREFIX))
+        state = scale | self._spikes.saved_in(checkpoint) | saved.tensors
+        load(checkpoint, tensors | steps | state, ignore=(*saved.ignored, LOSS_SCALE_PREFIX, SPIKES_PREFIX))
         for (name, key), shard in shards.items():
             self._set(name, key, self._layout.join(name, shard.to(self._mesh.device)))
         (count,) = {int(step) for step in steps.values()}

@@ -23,6 +23,7 @@ from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.float8 import check_float8_device, float8_settings, report_matmuls
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
+from megalin.train.spikes import SPIKES_PREFIX, SpikeGuard, make_spike_guard
 from megalin.train.step import PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
@@ -88,6 +89,7 @@ class _StepOptions(TypedDict):
     step: int
     timer: StepTimer
     loss_scale: LossScale | None
+    spikes: SpikeGuard | None
 
 
 class FullyShardedEngine:
@@ -112,7 +114,7 @@ class FullyShardedEngine:
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)
-        self._loss_scale = make_loss_scale(train, mesh)
+        self._loss_scale, self._spikes = make_loss_scale(train, mesh), make_spike_guard(train, mesh)
         self.settings: Mapping[str, Any] = {}
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
         self._graph: GradientGraph | None = None
@@ -124,7 +126,11 @@ class FullyShardedEngine:
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
         options = _StepOptions(
-            max_grad_norm=self._max_grad_norm, step=step, timer=self.timer, loss_scale=self._loss_scale
+            max_grad_norm=self._max_grad_norm,
+            step=step,
+            timer=self.timer,
+            loss_scale=self._loss_scale,
+            spikes=self._spikes,
         )
         if self._graph is None:
             launched = train_step(self.model, self._optimizer, batches, self._mesh, **options)
@@ -152,13 +158,15 @@ class FullyShardedEngine:
 
     def tensors(self) -> Mapping[str, Tensor]:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
-        return training_tensors(self.model, self._optimizer) | scale | self._hooks.tensors()
+        state = scale | self._spikes.tensors() | self._hooks.tensors()
+        return training_tensors(self.model, self._optimizer) | state
 
     def load(self, checkpoint: Checkpoint) -> None:
         tensors = training_tensors(self.model, self._optimizer)
         saved = self._hooks.saved_in(checkpoint)
         scale = {} if self._loss_scale is None else self._loss_scale.saved_in(checkpoint)
-        load(checkpoint, tensors | scale | saved.tensors, ignore=(*saved.ignored, LOSS_SCALE_PREFIX))
+        state = tensors | scale | self._spikes.saved_in(checkpoint) | saved.tensors
+        load(checkpoint, state, ignore=(*saved.ignored, LOSS_SCALE_PREFIX, SPIKES_PREFIX))
         self.model.after_optimizer_step()
         self._hooks.start(saved.missing)
 

@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class Ledger:
-    """Writer of a run's ledger, one JSON line per step: {"step": finished steps, "digest": 32 hex digits}.
+    """Writer of a run's ledger, one JSON line per step: {"step": finished steps, "digest": 32 hex digits}, with
+    "skipped": 1 where the update was left out.
 
     A step's digest is the sum, modulo 2^64 in each half, of a hash of each sample's place in the step and its token
     ids: it does not depend on the mesh, the micro-batches or the threads. Lines of an earlier process beyond
@@ -42,7 +43,7 @@ class Ledger:
             DataError: on every rank, if lines of finished steps are missing.
         """
         self._file: JsonLines | None = None
-        self._waiting: deque[tuple[int, str]] = deque()
+        self._waiting: deque[tuple[int, dict[str, int | str]]] = deque()
         on_rank_zero(lambda: self._open(path, resumed_step, is_branch))
 
     def _open(self, path: Path, resumed_step: int, is_branch: bool) -> None:
@@ -52,11 +53,12 @@ class Ledger:
             _log.warning("%s: missing; the run continues with a new one, from step %d on", path, resumed_step + 1)
         self._file = JsonLines(path, resumed_step=resumed_step)
 
-    def write(self, step: int, digest: Tensor) -> None:
+    def write(self, step: int, digest: Tensor, *, skipped: bool = False) -> None:
         """Appends the line of `step`, whose digest is [2] int64; does nothing on ranks other than 0."""
         if self._file is not None:
-            self._waiting.append((step, "".join(f"{half % 2**64:016x}" for half in digest.tolist())))
-            while self._waiting and self._file.write(self._waiting[0][0], {"digest": self._waiting[0][1]}):
+            text = "".join(f"{half % 2**64:016x}" for half in digest.tolist())
+            self._waiting.append((step, {"digest": text} | ({"skipped": 1} if skipped else {})))
+            while self._waiting and self._file.write(*self._waiting[0]):
                 self._waiting.popleft()
 
     def sync(self) -> None:

@@ -180,6 +180,7 @@ class TrainingLoop:
                         evaluation = self._evaluate_if_due(finished.step)
                     with log.timed("tasks_seconds", self._are_tasks_due(finished.step)):
                         tasks = self._run_tasks_if_due(finished.step)
+                    self._warn_of_spike(finished)
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
                         self._save(finished.step, log)
@@ -236,6 +237,13 @@ class TrainingLoop:
             slow = self._stragglers.add(data.own_seconds)
             if slow and self.mesh.is_first_rank:
                 _log.warning("step %d: %s", step, slow)
+
+    def _warn_of_spike(self, finished: FinishedStep) -> None:
+        """Warns of a step whose loss or norm is a spike, with its samples."""
+        step, result = finished.step, finished.result
+        if result.spike is not None and result.spike.found and self.mesh.is_first_rank:
+            found, samples = result.spike.describe(result.loss, result.grad_norm), self._describe_samples(step)
+            _log.warning("step %d: %s. Its samples, by data-parallel rank: %s", step, found, samples)
 
     def _describe_samples(self, step: int) -> str:
         return describe_samples(self.config, self.data, self.mesh, step)

@@ -88,7 +88,7 @@ class RunLog:
             )
         for line in task_lines(tasks):
             self.print_line(f"step {finished.step}  {line}")
-        self._ledger.write(finished.step, finished.launched.digest)
+        self._ledger.write(finished.step, finished.launched.digest, skipped=finished.result.skipped)
 
     @contextmanager
     def timed(self, name: str, due: bool = True) -> Iterator[None]:
@@ -171,7 +171,9 @@ def step_metrics(
     if len(result.terms) > 1:
         values |= {f"{name}_loss": term for name, term in zip(loss_names, result.terms, strict=True)}
     if result.scaling is not None:
-        values |= {"loss_scale": result.scaling.scale, "skipped": int(result.scaling.skipped)}
+        values |= {"loss_scale": result.scaling.scale, "skipped": int(result.skipped)}
+    if result.spike is not None and result.spike.found:
+        values |= {"spike": 1, "skipped": int(result.skipped)}
     if launched.slowest is not None:
         values |= {"slowest_rank": launched.slowest.rank, "slowest_rank_ratio": launched.slowest.ratio}
     peak = peak_flops_per_second(mesh.device)

@@ -22,6 +22,7 @@ from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
 from megalin.train.loss_scale import LossScale, StepScale, describe_lowest_scale, read_step
 from megalin.train.pipeline_model import Pipeline
+from megalin.train.spikes import NUM_VALUES, SpikeGuard, SpikeReading
 from megalin.train.step_timer import StepDuration, StepTimer
 
 NOTHING_CHANGED = (
@@ -46,8 +47,16 @@ class StepResult(NamedTuple):
     """Duration of the step on this rank, as `StepTimer` measures it."""
     scaling: StepScale | None = None
     """Loss scaling of the step; None unless the run computes in float16."""
+    spike: SpikeReading | None = None
+    """The step against those before it; None without a guard."""
     own_seconds: float = 0.0
     """Time of this rank's GPU in the step without waits for other ranks; 0 where it is not measured."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out, for an overflow of float16 or a spike."""
+        overflow = self.scaling is not None and self.scaling.skipped
+        return overflow or (self.spike is not None and self.spike.withheld)
 
     @property
     def is_ready(self) -> bool:
@@ -94,8 +103,8 @@ class LaunchedStep:
 
     Attributes:
         applied: [] bool on the device: whether its update was applied, which a loss or gradient that is not finite
-            prevents, in this step or in an earlier one whose error was not raised yet; and in float16 an overflow in
-            this step.
+            prevents, in this step or in an earlier one whose error was not raised yet; and in this step an overflow of
+            float16, or a spike whose update is to be left out.
     """
 
     applied: Tensor
@@ -109,14 +118,15 @@ class LaunchedStep:
         duration: StepDuration,
         step: int,
         loss_scale: LossScale | None = None,
+        spikes: SpikeGuard | None = None,
     ) -> None:
-        """`scalars` [3 + terms + names, or 3 more]: loss, norm, labels, terms, with a loss scale its values, and the
-        norm of each named gradient on this rank.
+        """`scalars`: loss, norm, labels, terms, with a loss scale its values, with a guard its values, and the norm of
+        each named gradient on this rank.
 
         The end of `duration` was recorded before this call, so it is readable once the scalars are on the host.
         """
         self._model, self._optimizer, self._names, self._step = model, optimizer, names, step
-        self._duration, self._loss_scale = duration, loss_scale
+        self._duration, self._loss_scale, self._spikes = duration, loss_scale, spikes
         self._scalars = AsyncScalars(scalars)
         self.is_ready = not scalars.is_cuda
 
@@ -124,11 +134,13 @@ class LaunchedStep:
         scalars = self._scalars.read()
         values, local_norms = scalars.split([len(scalars) - len(self._names), len(self._names)])
         loss, norm, labels, *terms = values.tolist()
-        scaling = None
+        scaling = spike = None
+        if self._spikes is not None:
+            terms, spike = terms[:-NUM_VALUES], self._spikes.read(terms[-NUM_VALUES:])
         if self._loss_scale is not None:
             terms, scaling = terms[:-3], read_step(terms[-3:])
         seconds, own_seconds = self._duration.seconds(), self._duration.own_seconds()
-        result = StepResult(loss, norm, int(labels), tuple(terms), seconds, scaling, own_seconds)
+        result = StepResult(loss, norm, int(labels), tuple(terms), seconds, scaling, spike, own_seconds)
         if self._must_stop(result):
             clear_stop(self._optimizer)
             norms = dict(zip(self._names, local_norms.tolist(), strict=True))
@@ -185,18 +197,28 @@ def train_step(
     step: int,
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
+    spikes: SpikeGuard | None = None,
 ) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
     Args:
         timer: the clock of a run's steps; without one this step is measured alone.
         loss_scale: of a run in float16.
+        spikes: the losses and norms of the steps before.
     """
     timer = timer or StepTimer(mesh.device)
     timer.start()
     losses, counts = accumulate_gradients(model, batches, mesh, None if loss_scale is None else loss_scale.scale)
     return apply_gradients(
-        model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step, timer=timer, loss_scale=loss_scale
+        model,
+        optimizer,
+        losses,
+        counts,
+        max_grad_norm=max_grad_norm,
+        step=step,
+        timer=timer,
+        loss_scale=loss_scale,
+        spikes=spikes,
     )
 
 
@@ -210,13 +232,15 @@ def apply_gradients(
     step: int,
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
+    spikes: SpikeGuard | None = None,
 ) -> LaunchedStep:
     """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
     messages.
 
     The host waits for none of it, so it can launch the next step while the device works. If the loss or the gradient
     is not finite, the device skips this update and every later one until that result has been waited for. With a loss
-    scale, a gradient that overflows skips this update alone, unless the scale is at its minimum.
+    scale, a gradient that overflows skips this update alone, unless the scale is at its minimum. So does a spike with a
+    guard that skips.
 
     The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more; the
     update counts for the next step. Without a `timer` this function alone is measured.
@@ -231,13 +255,19 @@ def apply_gradients(
     else:
         norms = clip_gradients(given.values(), max_grad_norm, loss_scale=scale)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
-    scalars = [values, norms.local_norms.to(losses.dtype)]
+    scalars = [values]
     if loss_scale is None:
         sound, skip = values.isfinite().all(), None
     else:
         sound, skip = loss_scale.judge(losses.isfinite().all(), norms.global_norm)
-        scalars.insert(1, loss_scale.update(skip))
-    pending = LaunchedStep(model, optimizer, list(given), torch.cat(scalars), timer.end(), step, loss_scale)
+        scalars.append(loss_scale.update(skip))
+    if spikes is not None:
+        spike, compared = spikes.judge(values[0], values[1])
+        scalars.append(compared)
+        if spikes.skips:
+            skip = spike if skip is None else skip | spike
+    scalars.append(norms.local_norms.to(losses.dtype))
+    pending = LaunchedStep(model, optimizer, list(given), torch.cat(scalars), timer.end(), step, loss_scale, spikes)
     pending.applied = step_or_skip(sound, optimizer, skip=skip)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()

@@ -41,11 +41,11 @@ def test_a_row_that_does_not_hold_is_printed_and_fails_the_tool(monkeypatch, cap
         attempts.append(lab.folder)
 
     monkeypatch.setitem(table.FAULTS, "F11", table.FaultRow("a pipe", partly))
-    assert faults.main(["F11", "F19", "--repeat", "3", "--json", str(tmp_path / "rows")]) == 1
+    assert faults.main(["F11", "F21", "--repeat", "3", "--json", str(tmp_path / "rows")]) == 1
     first, second, last = capsys.readouterr().out.splitlines()
     assert first.startswith("F11  PARTLY")
     assert first.endswith("a pipe: within 5 s (7.0 s)")
-    assert second.startswith("F19  LATER")
+    assert second.startswith("F21  LATER")
     assert last == "0 of 2"
     assert len(set(attempts)) == 3
     assert json.loads((tmp_path / "rows").read_text().splitlines()[0])["verdict"] == "PARTLY"

@@ -230,6 +230,7 @@ def test_step_without_any_label_only_decays_the_weights():
         "label_tokens": 0,
         "terms": (0.0,),
         "scaling": None,
+        "spike": None,
         "own_seconds": 0.0,
     }
 

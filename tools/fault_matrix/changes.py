@@ -123,6 +123,25 @@ def break_gradients(first: int, last: int, value: float) -> None:
     steps.apply_gradients = changed
 
 
+def corrupt_batch(step: int) -> None:
+    """The tokens and labels of `step` are other ones on every rank."""
+    from megalin.train.step_data import StepReader
+
+    read = StepReader.read
+
+    def changed(reader: Any, number: int, **options: Any) -> Any:
+        data = read(reader, number, **options)
+        if number != step:
+            return data
+        shifted = [
+            batch._replace(tokens=(batch.tokens + 97) % 256, labels=(batch.labels + 193) % 256)
+            for batch in data.batches
+        ]
+        return data._replace(batches=shifted)
+
+    StepReader.read = changed  # type: ignore[method-assign]
+
+
 def slow_operations(seconds: float) -> None:
     """Every operation on the file system takes this time longer."""
     _count_calls(lambda name, count: time.sleep(seconds))

@@ -1,4 +1,4 @@
-"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F20, F23, F24."""
+"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F19, F20, F23, F24."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fault_matrix import changes
 from fault_matrix.lab import STEPS, Lab, ledger, metrics, step_folder, weights
 from fault_matrix.processes import Running
 from fault_matrix.table import fault
+from megalin.train.jsonl import read_records
 
 
 def _same_end(lab: Lab, run: Path, expected: Path) -> None:
@@ -131,6 +132,26 @@ def _infinite(lab: Lab) -> None:
     lab.expect_refusal(outcome, 8, "step 2")
     lab.check("no bad save", not list((run / "checkpoints").glob("step-*")))
     lab.expect_success(lab.train(config), "started again")
+
+
+@fault("F19", "loss spike")
+def _spike(lab: Lab) -> None:
+    spike, steps = 110, 120
+    tables = {"train": {"steps": steps}, "checkpoint": {"every_steps": steps}}
+    config = lab.config(shards=[lab.shard(largest=4, num_documents=400)], **tables)
+    corrupt = partial(changes.corrupt_batch, spike)
+    warned = lab.train(config, folder="warned", change=corrupt)
+    lab.expect_success(warned, "the run goes on")
+    found = [line["step"] for line in metrics(lab.folder / "warned") if "spike" in line]
+    lab.check("the spike alone is found", found == [spike], f"{found}")
+    named = re.search(rf"step {spike}: spike: loss .* update was applied\. Its samples, .*: 0: \d+", warned.text)
+    lab.check("a warning with loss, median and samples", named, warned.last_line)
+    outcomes = lab.train_on_ranks(config, "train.on_spike=skip", change_of=dict.fromkeys(range(2), corrupt))
+    lab.check("with skip too", [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].last_line)
+    skipped = [record["step"] for record in read_records(lab.folder / "run" / "ledger.jsonl") if "skipped" in record]
+    lab.check("the ledger has the skipped step", skipped == [spike], f"{skipped}")
+    after = [[line["loss"] for line in metrics(lab.folder / name)[spike:]] for name in ("warned", "run")]
+    lab.check("the loss after it is lower with skip", sum(after[1]) < sum(after[0]), f"{after}")
 
 
 @fault("F20", "fp16 scale at its lower limit")

@@ -23,7 +23,6 @@ FAULTS: dict[str, FaultRow] = {}
 _DRIFT = "drift, spikes, saves and stragglers"
 
 LATER: dict[str, tuple[str, str]] = {
-    "F19": ("loss spike", _DRIFT),
     "F21": ("flipped bit in a replica", _DRIFT),
 }
 """Name and theme of the faults whose behaviour is not built yet; they are not injected."""
