@@ -22,6 +22,7 @@ from megalin.parallel.tensor_parallel import local
 from megalin.train.build import TrainedModel
 from megalin.train.loss_scale import LossScale, StepScale, describe_lowest_scale, read_step
 from megalin.train.pipeline_model import Pipeline
+from megalin.train.start_checks import check_same_self_tests
 from megalin.train.step_timer import StepDuration, StepTimer
 
 NOTHING_CHANGED = (
@@ -185,18 +186,28 @@ def train_step(
     step: int,
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
+    compare_kernels: bool = False,
 ) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
     Args:
         timer: the clock of a run's steps; without one this step is measured alone.
         loss_scale: of a run in float16.
+        compare_kernels: as in `apply_gradients`.
     """
     timer = timer or StepTimer(mesh.device)
     timer.start()
     losses, counts = accumulate_gradients(model, batches, mesh, None if loss_scale is None else loss_scale.scale)
     return apply_gradients(
-        model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step, timer=timer, loss_scale=loss_scale
+        model,
+        optimizer,
+        losses,
+        counts,
+        max_grad_norm=max_grad_norm,
+        step=step,
+        timer=timer,
+        loss_scale=loss_scale,
+        compare_kernels=compare_kernels,
     )
 
 
@@ -210,6 +221,7 @@ def apply_gradients(
     step: int,
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
+    compare_kernels: bool = False,
 ) -> LaunchedStep:
     """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
     messages.
@@ -220,7 +232,12 @@ def apply_gradients(
 
     The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more; the
     update counts for the next step. Without a `timer` this function alone is measured.
+
+    Raises:
+        KernelError: with `compare_kernels`, as `check_same_self_tests` does, before the update.
     """
+    if compare_kernels:
+        check_same_self_tests()
     timer = timer or StepTimer(losses.device)
     timer.start()
     given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
