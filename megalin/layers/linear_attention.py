@@ -20,7 +20,8 @@ from megalin.layers.positions import LRPEFrequencies, key_dim
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
 from megalin.ops.positions.activated_lrpe import activated_lrpe
 from megalin.ops.scans.driver import fold
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops
+from megalin.ops.scans.fixed_decay_step import decay_step
 from megalin.ops.scans.transition import DiagonalDecay
 from megalin.parallel.initialisation import Initializer
 from megalin.parallel.linear import ColumnParallelLinear, LowRankLinear, NormedRowParallelLinear

@@ -9,7 +9,8 @@ from torch import Tensor
 from megalin.layers.choices import DecaySide, RecurrenceDecay
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.driver import ScanOutput
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops, decay_step
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops
+from megalin.ops.scans.fixed_decay_step import decay_step
 from megalin.ops.scans.limits import MAX_WIDTH
 from megalin.ops.scans.scalar_decay import (
     MAX_VALUE_WIDTH,

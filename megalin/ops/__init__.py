@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
     from megalin.ops.positions.encodings import lrpe_cosine, lrpe_rotation, rope, rope_reference
     from megalin.ops.positions.silu_lrpe import silu_lrpe, silu_lrpe_reference
-    from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step
+    from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference
+    from megalin.ops.scans.fixed_decay_step import decay_step
     from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_reference, scalar_decay_step
     from megalin.ops.scans.selective_scan import selective_scan, selective_scan_reference, selective_step
     from megalin.ops.scans.short_conv import short_conv, short_conv_reference
@@ -97,7 +98,8 @@ _MODULES = {
     "norms.srmsnorm": ("srmsnorm", "srmsnorm_reference"),
     "positions.encodings": ("lrpe_cosine", "lrpe_rotation", "rope", "rope_reference"),
     "positions.silu_lrpe": ("silu_lrpe", "silu_lrpe_reference"),
-    "scans.fixed_decay": ("decay_scan", "decay_scan_reference", "decay_step"),
+    "scans.fixed_decay": ("decay_scan", "decay_scan_reference"),
+    "scans.fixed_decay_step": ("decay_step",),
     "scans.scalar_decay": ("scalar_decay_scan", "scalar_decay_scan_reference", "scalar_decay_step"),
     "scans.selective_scan": ("selective_scan", "selective_scan_reference", "selective_step"),
     "scans.short_conv": ("short_conv", "short_conv_reference"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
-from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.operands import check_operands, static
 from megalin.ops.dispatch.self_test import compare, sample
 
 OP = "linear_cross_entropy"
@@ -65,7 +65,8 @@ def choose_backend(x: Tensor, weight: Tensor, backend: Backend) -> str:
         unsupported = f"dtypes {x.dtype} and {weight.dtype}"
     elif x.numel() == 0:
         unsupported = "an empty tensor"
-    return backends.choose(OP, backend, x.device.type, unsupported)
+    case = (("V", static(weight.shape[0])), ("x", x.dtype))
+    return backends.choose(OP, backend, x.device.type, unsupported, case=case)
 
 
 def _single_slice(statistics: Tensor) -> Tensor:
@@ -188,21 +189,27 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) 
         torch.addmm(total, left.t().float(), right.float(), beta=beta, out=total)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    labels, token_weights = torch.tensor([3, 149, -100, 0, 70], device=device), torch.rand(5, device=device) + 0.5
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """At the number of rows of the weight, some of which are padding; their width is not the kernels' concern."""
+    rows, inner, dtype = case["V"], 16, case["x"]
+    known = max(rows - 10, 1)
+    labels = torch.arange(16, device=device) * (known - 1) // 15
+    labels[2] = -100
+    token_weights = sample(16, device=device, seed=2).abs() + 0.5
+    weight = sample(rows, inner, device=device, seed=1) / inner**0.5
 
     def kernel(x: Tensor, weight: Tensor) -> Tensor:
-        vocabulary = VocabularySlice(0, 150)
+        vocabulary = VocabularySlice(0, known)
         return fused_linear_cross_entropy(
             x, weight, labels, vocabulary=vocabulary, ignored_label=-100, token_weights=token_weights
         )
 
     def reference(x: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy_reference(
-            x, weight, labels, vocab_size=150, ignored_label=-100, token_weights=token_weights.double()
+            x, weight, labels, vocab_size=known, ignored_label=-100, token_weights=token_weights.double()
         )
 
-    return compare(kernel, reference, [sample(5, 64, device=device), sample(160, 64, device=device, seed=1)])
+    return compare(kernel, reference, [sample(16, inner, device=device, dtype=dtype), weight.to(dtype)])
 
 
 backends.register(OP, ("triton",), _self_test)

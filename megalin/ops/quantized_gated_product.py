@@ -7,7 +7,8 @@ The backward gives the rows of [dg | dv] likewise. Both equal `quantize_rows` af
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import BOUND, sample
+from megalin.ops.dispatch.operands import Case, check_operands, static
+from megalin.ops.dispatch.self_test import BOUND, ROWS, sample
 from megalin.ops.gates.gated_product import gated_product_reference
 from megalin.ops.scaled_linear import CODE_DTYPE, ScaledRows, quantize_rows_reference, row_magnitudes
 
@@ -41,7 +42,7 @@ class QuantizedTensor(NamedTuple):
 def fuses_gated_product(x: Tensor, width: int) -> bool:
     """True where the kernels of this module run for `width` columns of the product in the dtype and on the device of x;
     otherwise `gated_product` and a separate cast compute the same."""
-    return backends.choose(OP, "auto", x.device.type, _unsupported(x, width)) != "reference"
+    return backends.choose(OP, "auto", x.device.type, _unsupported(x, width), case=_case(x, width)) != "reference"
 
 
 def quantized_gated_product(
@@ -85,7 +86,9 @@ def quantized_gated_product_backward(
 
 
 def _choose(gate_value: Tensor, backend: Backend) -> str:
-    return backends.choose(OP, backend, gate_value.device.type, _unsupported(gate_value, gate_value.shape[1] // 2))
+    width = gate_value.shape[1] // 2
+    reason = _unsupported(gate_value, width)
+    return backends.choose(OP, backend, gate_value.device.type, reason, case=_case(gate_value, width))
 
 
 def _backward_reference(dproduct: Tensor, gate_value: Tensor, activation: Activation) -> Tensor:
@@ -98,6 +101,10 @@ def _backward_reference(dproduct: Tensor, gate_value: Tensor, activation: Activa
 
 def _with_rows(tensor: Tensor) -> QuantizedTensor:
     return QuantizedTensor(tensor, quantize_rows_reference(tensor, row_magnitudes(tensor)))
+
+
+def _case(x: Tensor, width: int) -> Case:
+    return (("F", static(width)), ("x", x.dtype))
 
 
 def _unsupported(x: Tensor, width: int) -> str:
@@ -129,9 +136,10 @@ def _backward(dproduct: Tensor, gate_value: Tensor, activation: str) -> tuple[Te
 
 
 @torch.no_grad()
-def _self_test(backend: Compiled, device: str) -> str:
-    """Values of bf16 rows against the reference in fp64, and the bits of codes and scales against its cast."""
-    x, dy = (sample(5, width, device=device, seed=width).bfloat16() for width in (400, 200))
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """Values against the reference in fp64, and the bits of codes and scales against its cast."""
+    width = case["F"]
+    x, dy = (sample(ROWS, size, device=device, seed=size, dtype=case["x"]) for size in (2 * width, width))
     x[1] = 0.0
     activations: tuple[Activation, ...] = ("none", "silu")
     for activation in activations:

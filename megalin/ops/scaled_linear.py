@@ -10,7 +10,8 @@ from the exponent bits of m, and dividing by a power of two is exact: codes have
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import sample
+from megalin.ops.dispatch.operands import Case, check_operands, static
+from megalin.ops.dispatch.self_test import ROWS, sample
 
 OP = "quantize_rows"
 CODE_DTYPE = torch.float8_e4m3fn
@@ -86,7 +87,7 @@ def quantize_rows(
         magnitudes = row_magnitudes(x)
     if not stored and left_to_inductor(OP, backend):
         return quantize_rows_reference(x, magnitudes)
-    if backends.choose(OP, backend, x.device.type, _unsupported(x)) == "reference":
+    if backends.choose(OP, backend, x.device.type, _unsupported(x), case=_case(x)) == "reference":
         return quantize_rows_reference(x, magnitudes)
     return ScaledRows(_quantize(x, magnitudes), row_scales(magnitudes))
 
@@ -110,7 +111,7 @@ def raise_to_magnitudes(x: Tensor, rows: Tensor, columns: Tensor, *, backend: Ba
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands(OP, {"x": (x, "RK"), "rows": (rows, "R"), "columns": (columns, "K")})
-    if backends.choose(OP, backend, x.device.type, _unsupported(x)) == "reference":
+    if backends.choose(OP, backend, x.device.type, _unsupported(x), case=_case(x)) == "reference":
         for dim, magnitudes in ((1, rows), (0, columns)):
             magnitudes.copy_(torch.maximum(magnitudes, x.abs().amax(dim).to(torch.float32)))
     else:
@@ -139,6 +140,12 @@ def scaled_matmul(a: ScaledRows, b: ScaledRows, dtype: torch.dtype) -> Tensor:
     return (y * a.scales[:, None].to(wide) * b.scales.to(wide)).to(dtype)
 
 
+def _case(x: Tensor) -> Case:
+    """Properties of x [R, K] that select the kernels' code: its dtype, and the size of its contiguous dimension."""
+    by_rows = static(x.stride(1)) == 1
+    return (("contiguous", static(x.shape[1] if by_rows else x.shape[0])), ("by_rows", by_rows), ("x", x.dtype))
+
+
 def _unsupported(x: Tensor) -> str:
     return f"dtype {x.dtype}" if x.dtype not in KERNEL_DTYPES else "an empty tensor" if x.numel() == 0 else ""
 
@@ -159,17 +166,21 @@ def _quantize(x: Tensor, magnitudes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _self_test(backend: Compiled, device: str) -> str:
-    """The same bits as the reference, of rows and of columns, with magnitudes from 2^-140 to 2^120."""
-    x = sample(40, 72, device=device).bfloat16()
-    x = x * torch.ldexp(torch.ones(40, device=device), torch.linspace(-140, 120, 40, device=device).int())[:, None]
-    for rows in (x, x.t(), x.t().float()):
-        magnitudes = row_magnitudes(rows)
-        found = _quantize(rows, magnitudes).view(torch.uint8)
-        expected = quantize_rows_reference(rows, magnitudes).codes.view(torch.uint8)
-        if wrong := int((found != expected).sum()):
-            return f"self-test: {wrong} of {expected.numel()} codes differ from the reference"
-    found_rows, found_columns = torch.zeros(40, device=device), torch.zeros(72, device=device)
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """The same bits as the reference, of rows or of columns, with magnitudes from 2^-140 to 2^120 in fp32, and such as
+    other dtypes have."""
+    count, width, dtype = ROWS, case["contiguous"], case["x"]
+    lowest, highest = {torch.float32: (-140, 120), torch.bfloat16: (-110, 110)}.get(dtype, (-8, 8))
+    exponents = torch.linspace(lowest, highest, count, device=device).int()
+    x = sample(count, width, device=device) * torch.ldexp(torch.ones(count, device=device), exponents)[:, None]
+    x = x.to(dtype)
+    rows = x if case["by_rows"] else x.t()
+    magnitudes = row_magnitudes(rows)
+    found = _quantize(rows, magnitudes).view(torch.uint8)
+    expected = quantize_rows_reference(rows, magnitudes).codes.view(torch.uint8)
+    if wrong := int((found != expected).sum()):
+        return f"self-test: {wrong} of {expected.numel()} codes differ from the reference"
+    found_rows, found_columns = torch.zeros(count, device=device), torch.zeros(width, device=device)
     _raise_to_magnitudes(x, found_rows, found_columns)
     if not (torch.equal(found_rows, row_magnitudes(x)) and torch.equal(found_columns, row_magnitudes(x.t()))):
         return "self-test: magnitudes of rows or columns differ from the reference"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[st
     return state
 
 
-def _self_test(name: Compiled, device: str) -> str:
+def _self_test(name: Compiled, device: str, case: Mapping[str, Any]) -> str:
     """Compares weights and moments after a few steps, with and without decay, with torch's AdamW."""
     assert name == "apex", name
     if reason := apex.unavailable_reason("amp_C"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.ops.dispatch.backend import Backend
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import VocabularySlice, choose_backend, fused_linear_cross_entropy
-from megalin.parallel.collectives import Axis, all_gather, all_reduce, wait_tensor_with_grad
+from megalin.parallel.collectives import Axis, all_gather, all_reduce, wait_tensor, wait_tensor_with_grad
 
 IGNORED_LABEL = -100
 """Label of tokens without a loss."""
@@ -103,7 +104,10 @@ def vocab_parallel_linear_cross_entropy(
     Raises:
         KernelError: an explicit backend cannot run.
     """
-    if choose_backend(x, weight, backend) == "reference":
+    choice = choose_backend(x, weight, backend)
+    if x.is_cuda and axis.size > 1:
+        choice = _common_choice(choice, axis, tuple(weight.shape), x.dtype, x.device)
+    if choice == "reference":
         losses = vocab_parallel_cross_entropy(
             vocab_parallel_logits(x, weight, axis, vocab_size=vocab_size), labels, axis
         )
@@ -119,6 +123,14 @@ def vocab_parallel_linear_cross_entropy(
         token_weights=token_weights.flatten(),
         gather=lambda statistics: wait_tensor_with_grad(all_gather(statistics[None], axis, dim=0)),
     )
+
+
+@functools.cache
+def _common_choice(choice: str, axis: Axis, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    """The choice for a weight of this shape, or the reference if a rank of the axis has chosen it, as where the kernel
+    failed its self-test: its collectives are others. One all-reduce at the first call."""
+    fallback = torch.tensor([int(choice == "reference")], dtype=torch.int32, device=device)
+    return "reference" if wait_tensor(all_reduce(fallback, axis, operation="max")).item() else choice
 
 
 def vocab_parallel_argmax(logits: Tensor, axis: Axis) -> Tensor:

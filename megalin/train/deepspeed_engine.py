@@ -34,6 +34,7 @@ from megalin.train.deepspeed_settings import deepspeed_settings
 from megalin.train.engine import FillWeights
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, describe_lowest_scale, make_loss_scale, read_step
 from megalin.train.spikes import SPIKES_PREFIX, make_spike_guard
+from megalin.train.start_checks import check_same_self_tests
 from megalin.train.step import NOTHING_CHANGED, StepResult
 from megalin.train.step_timer import StepTimer
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
@@ -146,6 +147,7 @@ class DeepSpeedEngine:
             for module in self.model.full_precision_modules():
                 module.register_forward_hook(_in_fp32)
         self._hooks = UpdateHooks(hooks, self._weights)
+        self._has_stepped = False
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> StepResult:
         self.timer.start()
@@ -164,6 +166,9 @@ class DeepSpeedEngine:
         sums = self._mesh.sum_over_data(total)
         duration = self.timer.end()  # reading the sums waits for it; the update counts for the next step
         terms: list[float] = sums.tolist()
+        if not self._has_stepped:
+            check_same_self_tests()
+            self._has_stepped = True
         norm = self._gradient_norm() if self._stage == 0 else math.nan  # DeepSpeed reports none there
         if math.isfinite(sum(terms)) and (self._stage > 0 or math.isfinite(norm)):
             self._engine.step()

@@ -90,6 +90,7 @@ class _StepOptions(TypedDict):
     timer: StepTimer
     loss_scale: LossScale | None
     spikes: SpikeGuard | None
+    compare_kernels: bool
 
 
 class FullyShardedEngine:
@@ -122,6 +123,7 @@ class FullyShardedEngine:
             assert not isinstance(self.model, Pipeline), config.parallel
             self._graph = GradientGraph(self.model, mesh, None if self._loss_scale is None else self._loss_scale.scale)
         self._hooks = UpdateHooks(hooks, partial(weights, self.model))
+        self._has_stepped = False
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
@@ -131,7 +133,9 @@ class FullyShardedEngine:
             timer=self.timer,
             loss_scale=self._loss_scale,
             spikes=self._spikes,
+            compare_kernels=not self._has_stepped,
         )
+        self._has_stepped = True
         if self._graph is None:
             launched = train_step(self.model, self._optimizer, batches, self._mesh, **options)
         else:

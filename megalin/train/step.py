@@ -23,6 +23,7 @@ from megalin.train.build import TrainedModel
 from megalin.train.loss_scale import LossScale, StepScale, describe_lowest_scale, read_step
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.spikes import NUM_VALUES, SpikeGuard, SpikeReading
+from megalin.train.start_checks import check_same_self_tests
 from megalin.train.step_timer import StepDuration, StepTimer
 
 NOTHING_CHANGED = (
@@ -198,6 +199,7 @@ def train_step(
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
     spikes: SpikeGuard | None = None,
+    compare_kernels: bool = False,
 ) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
@@ -205,6 +207,7 @@ def train_step(
         timer: the clock of a run's steps; without one this step is measured alone.
         loss_scale: of a run in float16.
         spikes: the losses and norms of the steps before.
+        compare_kernels: as in `apply_gradients`.
     """
     timer = timer or StepTimer(mesh.device)
     timer.start()
@@ -219,6 +222,7 @@ def train_step(
         timer=timer,
         loss_scale=loss_scale,
         spikes=spikes,
+        compare_kernels=compare_kernels,
     )
 
 
@@ -233,6 +237,7 @@ def apply_gradients(
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
     spikes: SpikeGuard | None = None,
+    compare_kernels: bool = False,
 ) -> LaunchedStep:
     """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
     messages.
@@ -244,7 +249,12 @@ def apply_gradients(
 
     The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more; the
     update counts for the next step. Without a `timer` this function alone is measured.
+
+    Raises:
+        KernelError: with `compare_kernels`, as `check_same_self_tests` does, before the update.
     """
+    if compare_kernels:
+        check_same_self_tests()
     timer = timer or StepTimer(losses.device)
     timer.start()
     given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}

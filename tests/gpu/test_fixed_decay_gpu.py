@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step, decay_step_reference
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference
+from megalin.ops.scans.fixed_decay_step import decay_step, decay_step_reference
 from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_reference
 from tests.numerics import errors
 

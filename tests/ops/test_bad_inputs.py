@@ -31,7 +31,8 @@ from megalin.ops.positions.encodings import (
 from megalin.ops.positions.lrpe_states import enter_segments, move_origin
 from megalin.ops.positions.relpe import relpe
 from megalin.ops.positions.silu_lrpe import silu_lrpe
-from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference, decay_step
+from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_reference
+from megalin.ops.scans.fixed_decay_step import decay_step
 from megalin.ops.scans.scalar_decay import scalar_decay_scan
 from megalin.ops.scans.selective_scan import selective_scan, selective_step
 from megalin.ops.scans.states import decay_state, selected_state, tpe_state

@@ -59,10 +59,6 @@ def test_a_row_with_a_number_that_is_not_finite_has_nan_codes_and_others_have_no
         assert found.rows.codes.float().isnan().all(1).nonzero().flatten().tolist() == [5]
 
 
-def test_the_kernels_pass_their_self_test():
-    assert op._self_test("triton", "cpu") == ""
-
-
 def test_a_row_wider_than_the_kernel_takes_the_reference():
     x = torch.empty(1, 2, dtype=torch.bfloat16)
     assert op._unsupported(x, op.LARGEST_WIDTH) == ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import BenchmarkCase, BenchmarkFunction, BenchmarkWork, Inputs
-from megalin.ops.scans.fixed_decay import decay_step, decay_step_reference
+from megalin.ops.scans.fixed_decay_step import decay_step, decay_step_reference
 from megalin.ops.scans.vector_decay_step import vector_decay_step, vector_decay_step_reference
 
 STATE_BYTES, CHECKED = 2**28, 3

@@ -168,7 +168,7 @@ class LaunchSequence(NamedTuple):
         o = v.new_empty(v.shape)
         width = max(16, triton.next_power_of_2(key))
 
-        def launch(tiles: FixedDecayTiles) -> None:
+        def launch(tiles: FixedDecayTiles) -> Tensor:
             scan_kernel[batch * self.heads * triton.cdiv(value, tiles.value), self.blocks](
                 *(tiled(x, tiles.chunk, width) for x in (q, k)), *(tiled(x, tiles.chunk, tiles.value) for x in (v, o)),
                 self.slopes, self.documents, states, leaving, self.length, self.heads,
@@ -178,10 +178,10 @@ class LaunchSequence(NamedTuple):
                 BLOCK_KEY=width, BLOCK_VALUE=tiles.value, **numbers(v.dtype), num_warps=tiles.warps,
                 num_stages=tiles.stages,
             )  # fmt: skip
+            return o
 
         recorded, shape = _tiles(key, value, v.dtype), f"{width} {triton.next_power_of_2(value)} {v.dtype}"
-        launch(choose("decay_scan", shape, recorded, _candidates(key, value, v.dtype), launch))
-        return o
+        return launch(choose("decay_scan", shape, recorded, _candidates(key, value, v.dtype), launch))
 
 
 def _sequence(shape: torch.Size, slopes: Tensor | None, documents: Tensor | None) -> LaunchSequence:

@@ -10,6 +10,9 @@ weight's bytes; with more, a matmul and one kernel after it. None has a backward
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,8 +21,8 @@ from megalin.ops.choices import Activation
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import sample
+from megalin.ops.dispatch.operands import check_operands, static
+from megalin.ops.dispatch.self_test import Function, compare, sample
 from megalin.ops.gates.gated_product import gated_product_reference
 
 MAX_ROWS = 4
@@ -38,7 +41,7 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, bac
         KernelError: an explicit backend that cannot run.
     """
     rows = x.numel() // max(x.shape[-1], 1)
-    if bias is not None or _differentiated() or rows > MAX_ROWS or _choose(backend, x, weight) == "reference":
+    if bias is not None or _differentiated() or rows > MAX_ROWS or _choose(backend, "linear", x, weight) == "reference":
         return functional.linear(x, weight, bias)
     return _linear(x, weight)
 
@@ -51,7 +54,7 @@ def normed_glu(x: Tensor, weight: Tensor, *, eps: float, activation: Activation,
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     check_operands("normed_glu", {"x": (x, "*D"), "weight": (weight, "FD")})
-    if _choose(backend, x, weight) == "reference":
+    if _choose(backend, activation, x, weight) == "reference":
         return normed_glu_reference(x, weight, eps=eps, activation=activation)
     return _glu(x, weight, eps, activation)
 
@@ -83,7 +86,8 @@ def add_linear(
     """
     check_operands("add_linear", {"x": (x, "*K"), "residual": (residual, "*N"), "weight": (weight, "NK")})
     check_operands("add_linear", {"x": (x, "*K"), "squares": (squares, "*P")})
-    if _choose(backend, x, weight, residual) == "reference":
+    sums = 0 if squares is None else static(squares.shape[-1])
+    if _choose(backend, "add", x, weight, residual, sums=sums, width=width) == "reference":
         return add_linear_reference(residual, x, weight, squares, width=width, eps=eps)
     return _add(residual, x, weight, squares, width, eps)
 
@@ -107,7 +111,9 @@ def _differentiated() -> bool:
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-def _choose(backend: Backend, *tensors: Tensor) -> str:
+def _choose(backend: Backend, form: str, *tensors: Tensor, sums: int = 0, width: int = 1) -> str:
+    """Backend of a call. `form`: "linear", "add" of `sums` partial sums over `width` channels, or the activation of a
+    GLU."""
     x, weight, *_ = tensors
     unsupported = ""
     for tensor in tensors:
@@ -119,7 +125,13 @@ def _choose(backend: Backend, *tensors: Tensor) -> str:
         unsupported = "tensors that may need gradients, or a compiled block"
     if not weight.is_contiguous():
         unsupported = "a weight that is not contiguous"
-    return backends.choose(OP, backend, x.device.type, unsupported or ("no rows" if x.numel() == 0 else ""))
+    # Outputs have a program each: of many, a few show the same.
+    outputs, inner = static(weight.shape[0]), static(x.shape[-1])
+    outputs = outputs if outputs <= 512 else 256 + outputs % 256
+    rows = min(x.numel() // max(inner, 1), MAX_ROWS + 1)
+    case = (("form", form), ("rows", rows), ("N", outputs), ("K", inner), ("sums", sums), ("width", width))
+    reason = unsupported or ("no rows" if x.numel() == 0 else "")
+    return backends.choose(OP, backend, x.device.type, reason, case=(*case, ("x", x.dtype)))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -155,28 +167,33 @@ def _add(residual: Tensor, x: Tensor, weight: Tensor, squares: Tensor | None, wi
 
 
 @torch.no_grad()
-def _self_test(backend: Compiled, device: str) -> str:
-    """Few rows and more of them, with all that surrounds a linear map, in bf16."""
-    for rows in (2, MAX_ROWS + 3):
-        x, residual = (sample(rows, 200, device=device, seed=seed).bfloat16() for seed in (0, 1))
-        weight, squares = sample(400, 200, device=device, seed=2).bfloat16() / 14, sample(rows, 3, device=device) ** 2
-        truth = [x.double() for x in (x, residual, weight)]
-        results = {
-            "few_row_linear": (_linear(x, weight), functional.linear(truth[0], truth[2])),
-            "normed_glu": (
-                _glu(x, weight, 1e-3, "silu"),
-                normed_glu_reference(truth[0], truth[2], eps=1e-3, activation="silu"),
-            ),
-            "add_linear": (
-                _add(residual, x, weight[:200], squares, 200, 1e-3),
-                add_linear_reference(truth[1], truth[0], truth[2][:200], squares.double(), width=200, eps=1e-3),
-            ),
-        }
-        for name, (found, expected) in results.items():
-            error = ((found.double() - expected).norm() / expected.norm()).item()
-            if not error <= 1e-2:
-                return f"self-test: {name} of {rows} rows is off by {error:.1e} (bound 1e-02)"
-    return ""
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """The linear map with all that surrounds it."""
+    form, rows, outputs, inner, sums, width = (case[name] for name in ("form", "rows", "N", "K", "sums", "width"))
+    inputs = [sample(rows, inner, device=device), sample(outputs, inner, device=device, seed=2) / inner**0.5]
+    if form == "linear":
+        return _compare(_linear, functional.linear, inputs, case)
+    if form == "add":
+        inputs.append(sample(rows, outputs, device=device, seed=1))
+        squares = sample(rows, sums, device=device, seed=3).square() * (width / sums) if sums else None
+
+        def kernel(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+            return _add(residual, x, weight, squares, width, 1e-3)
+
+        def reference(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+            return add_linear_reference(residual, x, weight, squares, width=width, eps=1e-3)
+
+        return _compare(kernel, reference, inputs, case)
+    return _compare(
+        lambda x, weight: _glu(x, weight, 1e-3, form),
+        lambda x, weight: normed_glu_reference(x, weight, eps=1e-3, activation=form),
+        inputs,
+        case,
+    )
+
+
+def _compare(kernel: Function, reference: Function, inputs: list[Tensor], case: Mapping[str, Any]) -> str:
+    return compare(kernel, reference, [x.to(case["x"]) for x in inputs], differentiable=0)
 
 
 backends.register(OP, ("triton",), _self_test)

@@ -6,7 +6,9 @@ projection read x instead of SRMSNorm(x), the kernel applies the norm's scale r(
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +19,11 @@ from megalin.ops.decoding.few_rows import scale_of
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import sample
+from megalin.ops.dispatch.operands import check_operands, static
+from megalin.ops.dispatch.self_test import BOUND, compare, few, sample
 from megalin.ops.gates.forget_gates import forget_gates_reference
 from megalin.ops.positions.silu_lrpe import silu_lrpe_reference
-from megalin.ops.scans.fixed_decay import decay_step_reference
+from megalin.ops.scans.fixed_decay_step import decay_step_reference
 from megalin.ops.scans.vector_decay_step import vector_decay_step_reference
 
 MAX_KEY_DIM = 512
@@ -78,12 +80,15 @@ def gated_decay_step(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    operands = {"parts": (parts, "BPHV"), "state": (state, "BHKV"), "slopes": (slopes, "H"), "gate": (gate, "BD")}
-    check_operands("gated_decay_step", {**operands, "theta": (theta, "HF"), "positions": (positions, "B int")})
+    operands: dict[str, tuple[Tensor | None, str]] = {"parts": (parts, "BPHV"), "state": (state, "BHKV")}
+    operands |= {"slopes": (slopes, "H"), "gate": (gate, "BD")}
+    operands |= {"theta": (theta, "HF"), "positions": (positions, "B int")}
+    case = check_operands("gated_decay_step", operands, "PHKV")
+    case = (*case, ("form", form), ("unnormed", 0 if unnormed is None else static(unnormed.x.shape[1])))
     assert parts.shape[1] == (4 if gate is None else 3), parts.shape
     tensors = [tensor for tensor in (parts, gate, unnormed.x if unnormed else None) if tensor is not None]
     unsupported = _unsupported(tensors, state, theta)
-    if backends.choose("gated_decay_step", backend, parts.device.type, unsupported) == "reference":
+    if backends.choose("gated_decay_step", backend, parts.device.type, unsupported, case=case) == "reference":
         return gated_decay_step_reference(
             parts, state, slopes, gate=gate, theta=theta, positions=positions, form=form, unnormed=unnormed
         )
@@ -137,9 +142,11 @@ def gated_vector_step(
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     operands = {"parts": (parts, "BPHV"), "state": (state, "BHVV"), "bound": (bound, "D")}
-    check_operands("gated_vector_step", operands)
+    case = check_operands("gated_vector_step", operands, "HV")
+    case = (*case, ("query_activation", query_activation), ("silu_value", silu_value))
+    case = (*case, ("unnormed", 0 if unnormed is None else static(unnormed.x.shape[1])))
     unsupported = _unsupported([parts, *([] if unnormed is None else [unnormed.x])], state, bound)
-    if backends.choose("gated_vector_step", backend, parts.device.type, unsupported) == "reference":
+    if backends.choose("gated_vector_step", backend, parts.device.type, unsupported, case=case) == "reference":
         return gated_vector_step_reference(
             parts,
             state,
@@ -261,57 +268,70 @@ def _unsupported(tensors: list[Tensor], state: Tensor, full_precision: Tensor | 
     return "an empty tensor" if tensors[0].numel() == 0 else ""
 
 
-def _compare(found: GatedStep, truth: GatedStep) -> str:
-    for name, actual, expected in zip(truth._fields, found, truth, strict=True):
-        actual, expected = ((x.sum(1) if name == "squares" else x).double() for x in (actual, expected))
-        error = ((actual - expected).norm() / expected.norm()).item()
-        if not error <= 1e-3:
-            return f"self-test: {name} is off by {error:.1e} (bound 1e-03)"
-    return ""
+def _decay_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    heads, key, value, form = few(case["H"]), case["K"], case["V"], case["form"]
+    slopes = None if case["slopes"] is None else torch.linspace(0.0, 2.0, heads, device=device, dtype=case["slopes"])
+    positions = torch.tensor([3, 4099], device=device, dtype=case["positions"])
+    inputs = {
+        "parts": sample(2, case["P"], heads, value, device=device, dtype=case["parts"]),
+        "state": sample(2, heads, key, value, device=device, seed=2),
+    }
+    if case["gate"] is not None:
+        inputs["gate"] = sample(2, heads * value, device=device, seed=4, dtype=case["gate"])
+    if form is not None:
+        inputs["theta"] = sample(heads, key // 2, device=device, seed=3).abs()
+
+    def kernel(parts: Tensor, state: Tensor, *, gate: Any = None, theta: Any = None, unnormed: Any = None) -> GatedStep:
+        return _decay_step(parts, state, slopes, gate, theta, positions, form, unnormed)
+
+    def reference(parts: Tensor, state: Tensor, **options: Any) -> GatedStep:
+        return gated_decay_step_reference(parts, state, slopes, **options, positions=positions, form=form)
+
+    return _compare(kernel, partial(reference, gate=None), inputs, case)
 
 
-@torch.no_grad()
-def _decay_self_test(backend: Compiled, device: str) -> str:
-    forms: tuple[tuple[LRPEForm | None, int], ...] = ((None, 24), ("cosine", 48), ("rotation", 24))
-    parts, x = sample(2, 4, 3, 24, device=device), NormedInput(sample(2, 40, device=device, seed=1), 1e-3)
-    positions, slopes = torch.tensor([3, 4099], device=device), torch.tensor([0.0, 0.3, 2.0], device=device)
-    for form, key in forms:
-        state = sample(2, 3, key, 24, device=device, seed=2)
-        theta = None if form is None else sample(3, key // 2, device=device, seed=3).abs()
-        found = _decay_step(parts, state, slopes, None, theta, positions, form, x)
-        truth = gated_decay_step_reference(
-            parts.double(),
-            state.double(),
-            slopes.double(),
-            gate=None,
-            theta=None if theta is None else theta.double(),
-            positions=positions,
-            form=form,
-            unnormed=x._replace(x=x.x.double()),
+def _vector_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    heads, value = few(case["H"]), case["V"]
+    activation, silu = case["query_activation"], case["silu_value"]
+    inputs = {
+        "parts": sample(2, 3, heads, value, device=device, dtype=case["parts"]),
+        "state": sample(2, heads, value, value, device=device, seed=2),
+        "bound": sample(heads * value, device=device, seed=3, dtype=case["bound"]).sigmoid(),
+    }
+
+    def kernel(parts: Tensor, state: Tensor, bound: Tensor, unnormed: NormedInput | None = None) -> GatedStep:
+        return _vector_step(parts, state, bound, activation, silu, 0.5, unnormed)
+
+    reference = partial(gated_vector_step_reference, query_activation=activation, silu_value=silu, scale=0.5)
+    return _compare(kernel, reference, inputs, case)
+
+
+def _compare(
+    kernel: Callable[..., GatedStep],
+    reference: Callable[..., GatedStep],
+    inputs: Mapping[str, Tensor],
+    case: Mapping[str, Any],
+) -> str:
+    """Error of a step of `inputs`, whose projection read an input without its norm if the call has one."""
+    dtype, width = case["parts"], case["unnormed"]
+    unnormed = [sample(2, width, device=inputs["state"].device.type, seed=1, dtype=dtype)] if width else []
+
+    def run(step: Callable[..., GatedStep], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = dict(zip(inputs, tensors, strict=False))
+        if width:
+            options["unnormed"] = NormedInput(tensors[-1], 1e-3)
+        product, squares, state = step(**options)
+        return product, squares.sum(1), state
+
+    bound = 1e-3 if dtype == torch.float32 else BOUND
+    with torch.no_grad():
+        return compare(
+            lambda *x: run(kernel, x),
+            lambda *x: run(reference, x),
+            [*inputs.values(), *unnormed],
+            bound=bound,
+            differentiable=0,
         )
-        if wrong := _compare(found, truth):
-            return f"{form}: {wrong}"
-    return ""
-
-
-@torch.no_grad()
-def _vector_self_test(backend: Compiled, device: str) -> str:
-    parts, x = sample(2, 3, 3, 24, device=device), NormedInput(sample(2, 40, device=device, seed=1), 1e-3)
-    state, bound = sample(2, 3, 24, 24, device=device, seed=2), sample(72, device=device, seed=3).sigmoid()
-    activations: tuple[QueryActivation, ...] = ("silu", "sigmoid")
-    for activation in activations:
-        silu = activation == "silu"
-        found = _vector_step(parts, state, bound, activation, silu, 0.5, x)
-        truth = gated_vector_step_reference(
-            *(y.double() for y in (parts, state, bound)),
-            query_activation=activation,
-            silu_value=silu,
-            scale=0.5,
-            unnormed=x._replace(x=x.x.double()),
-        )
-        if wrong := _compare(found, truth):
-            return f"{activation}: {wrong}"
-    return ""
 
 
 backends.register("gated_decay_step", ("triton",), _decay_self_test)

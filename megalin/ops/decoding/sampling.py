@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -33,12 +36,12 @@ def draw_tokens(logits: Tensor, uniform: Tensor, *, temperature: float, backend:
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    check_operands("draw_tokens", {"logits": (logits, "BV"), "uniform": (uniform, "B")})
+    case = check_operands("draw_tokens", {"logits": (logits, "BV"), "uniform": (uniform, "B")}, "V")
     assert temperature > 0.0, temperature
     unsupported = "" if logits.dtype in KERNEL_DTYPES else f"dtype {logits.dtype}"
     if logits.numel() == 0 or uniform.dtype != torch.float64:
         unsupported = f"{logits.numel()} logits and uniform numbers of {uniform.dtype}"
-    if backends.choose("draw_tokens", backend, logits.device.type, unsupported) == "reference":
+    if backends.choose("draw_tokens", backend, logits.device.type, unsupported, case=case) == "reference":
         return draw_tokens_reference(logits, uniform, temperature=temperature)
     return _draw(logits, uniform, temperature)
 
@@ -71,12 +74,13 @@ def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     return kernels.draw(logits.contiguous(), uniform.contiguous(), temperature)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     """Draws away from the steps of the distribution function, where rounding cannot change them."""
-    logits = sample(64, 3000, device=device)
-    logits[:, 1500:2600] = float("-inf")
+    width = case["V"]
+    logits = sample(64, width, device=device, dtype=case["logits"])
+    logits[:, width // 2 + 1 : width * 4 // 5] = float("-inf")
     cumulative = (logits.double() / 0.7).softmax(-1).cumsum(-1)
-    expected = torch.arange(64, device=device) * 23
+    expected = torch.arange(64, device=device) * (width // 2) // 63
     before = cumulative.gather(1, (expected - 1).clamp(min=0)[:, None]).squeeze(1).where(expected > 0, 0.0)
     uniform = (before + cumulative.gather(1, expected[:, None]).squeeze(1)) / 2
     found = _draw(logits, uniform, 0.7)

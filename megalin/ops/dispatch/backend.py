@@ -1,8 +1,9 @@
 """Choice of each op's backend (reference, Triton, CUDA or Apex): self-tested at first use, overridable, recorded.
 
 An op registers its compiled backends, fastest first, with a self-test. `choose` picks one at every call: the `backend`
-argument of the op, else MEGALIN_KERNELS, else the first that runs on this device and passes its self-test, which runs
-once a process. `used` lists the choices; a run writes them to kernels.json.
+argument of the op, else MEGALIN_KERNELS, else the first that runs on this device and passes its self-test. That runs at
+the widths and dtypes of the call, once a process; passes are kept on the disk (self_test_cache.py). `used` lists the
+choices; a run writes them to kernels.json, and compares the results of self-tests over its ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from megalin.config import suggest
 from megalin.errors import KernelError
+from megalin.ops.dispatch import self_test_cache
 from megalin.ops.dispatch.compile_constants import assume_constant_result
+from megalin.ops.dispatch.operands import Case
 
 Backend = Literal["auto", "reference", "triton", "cuda", "apex"]
 """auto: the first backend in the op's order that runs here and passes its self-test, else the reference. The order is
@@ -38,14 +41,18 @@ VARIABLE = "MEGALIN_KERNELS"
 _log = logging.getLogger(__name__)
 
 
+SelfTest = Callable[[Compiled, str, Mapping[str, Any]], str]
+"""(backend, device type, the items of a Case) -> the error of that backend at the widths and dtypes of the case, on few
+tokens (values, gradients, bitwise determinism); empty where it passes. Calls the backend directly: the op would choose
+again. It launches what the call will launch, so that a kernel is compiled once for both."""
+
+
 class Kernel(NamedTuple):
     """Compiled backends of an op."""
 
     order: tuple[Compiled, ...]
     """Fastest first, as measured (docs/benchmarks/)."""
-    self_test: Callable[[Compiled, str], str]
-    """(backend, device type) -> the error of that backend on a small case (values, gradients, bitwise determinism);
-    empty where it passes. Calls the backend directly: the op would choose again."""
+    self_test: SelfTest
 
 
 class Choice(NamedTuple):
@@ -57,11 +64,12 @@ class Choice(NamedTuple):
 
 
 _kernels: dict[str, Kernel] = {}
-_used: dict[str, Choice] = {}
+_used: dict[str, dict[Case, Choice]] = {}
+_tested: dict[tuple[str, Compiled, Case], str] = {}
 _assumed: ContextVar[bool] = ContextVar("assume_kernels", default=False)
 
 
-def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled, str], str]) -> None:
+def register(op: str, order: tuple[Compiled, ...], self_test: SelfTest) -> None:
     """Registers the compiled backends of an op, fastest first; called once, by the op's module."""
     assert op not in _kernels, op
     _kernels[op] = Kernel(order, self_test)
@@ -69,7 +77,12 @@ def register(op: str, order: tuple[Compiled, ...], self_test: Callable[[Compiled
 
 @assume_constant_result
 def choose(
-    op: str, backend: Backend, device: str, unsupported: str = "", limits: Mapping[Compiled, str] | None = None
+    op: str,
+    backend: Backend,
+    device: str,
+    unsupported: str = "",
+    limits: Mapping[Compiled, str] | None = None,
+    case: Case = (),
 ) -> str:
     """Chooses the backend of one call of an op and records it for `used`; a constant to torch.compile.
 
@@ -85,6 +98,7 @@ def choose(
         device: type of the tensors' device.
         unsupported: why no compiled backend takes these arguments (dtype, size); empty where they do.
         limits: the same for single backends; auto goes on to the next in the order.
+        case: properties of the call that select the kernels' code, for the self-test: no batch and no length.
 
     Returns:
         "reference", "triton", "cuda" or "apex".
@@ -96,12 +110,16 @@ def choose(
         own = [name for name in _kernels[op].order if name != "apex"]  # few machines have Apex
         fit = [name for name in own if not (unsupported or (limits or {}).get(name))]
         return fit[0] if fit else "reference"
-    choice = _choose(op, backend, device, unsupported, limits or {})
-    _used[op] = choice
+    choice = _choose(op, backend, device, unsupported, limits or {}, case)
+    choices = _used.setdefault(op, {})
+    choices.pop(case, None)
+    choices[case] = choice  # the latest is last
     return choice.backend
 
 
-def _choose(op: str, backend: Backend, device: str, unsupported: str, limits: Mapping[Compiled, str]) -> Choice:
+def _choose(
+    op: str, backend: Backend, device: str, unsupported: str, limits: Mapping[Compiled, str], case: Case
+) -> Choice:
     reason = ""
     if backend == "auto":
         backend, reason = requested(op), VARIABLE
@@ -110,10 +128,10 @@ def _choose(op: str, backend: Backend, device: str, unsupported: str, limits: Ma
     if backend == "auto" or backend not in _kernels[op].order:
         if unsupported:
             return Choice("reference", f"no kernel takes {unsupported}")
-        return decide(op, device, tuple((name, limit) for name, limit in limits.items() if limit))
+        return decide(op, device, tuple((name, limit) for name, limit in limits.items() if limit), case)
     if limit := unsupported or limits.get(backend, ""):
         raise KernelError(f'{op}: the {backend} kernel does not take {limit}; use backend "auto"')
-    if problem := _unavailable_reason(op, backend, device):
+    if problem := _unavailable_reason(op, backend, device, case):
         raise KernelError(f'{op}: the {backend} kernel cannot run: {problem}; use backend "auto" or "reference"')
     return Choice(backend, reason)
 
@@ -149,26 +167,27 @@ def _register_all() -> None:
 
 
 @functools.cache
-def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = ()) -> Choice:
+def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = (), case: Case = ()) -> Choice:
     """Backend that "auto" resolves to for an op: tries the order, logs the result, and is cached for the process.
 
     Off CUDA this is the reference. A backend is rejected if it is not installed, does not support the GPU, has a limit
-    in `limits` (as in `choose`) or fails its self-test; the reasons are logged and returned with the choice. Warns
-    where the op has kernels of csrc/ and none runs.
+    in `limits` (as in `choose`) or fails its self-test for `case`; the reasons are logged and returned with the choice.
+    Warns where the op has kernels of csrc/ and none runs.
     """
     if device != "cuda":
         return Choice("reference", f"device {device}")
     reasons: list[str] = []
+    name = f"{op} {describe(case)}" if case else op
     beyond = {name: f"does not take {limit}" for name, limit in limits}
     for candidate in _kernels[op].order:
-        if not (reason := beyond.get(candidate) or _unavailable_reason(op, candidate, device)):
-            _log.info("%s: %s%s", op, candidate, f" ({'; '.join(reasons)})" if reasons else "")
+        if not (reason := beyond.get(candidate) or _unavailable_reason(op, candidate, device, case)):
+            _log.info("%s: %s%s", name, candidate, f" ({'; '.join(reasons)})" if reasons else "")
             return Choice(candidate, "; ".join(reasons))
         reasons.append(f"{candidate}: {reason}")
-    if any(name != "apex" for name in _kernels[op].order):
-        _log.warning("%s: no kernel can run here; using the slower PyTorch reference (%s)", op, "; ".join(reasons))
+    if any(candidate != "apex" for candidate in _kernels[op].order):
+        _log.warning("%s: no kernel can run here; using the slower PyTorch reference (%s)", name, "; ".join(reasons))
     else:  # most machines have no Apex
-        _log.info("%s: reference (%s)", op, "; ".join(reasons))
+        _log.info("%s: reference (%s)", name, "; ".join(reasons))
     return Choice("reference", "; ".join(reasons))
 
 
@@ -194,26 +213,56 @@ def kernels_assumed() -> bool:
 def report_choice(op: str, choice: Choice) -> None:
     """Records in `used` the choice of an op that does not call `choose`, such as softmax attention."""
     if not _assumed.get():
-        _used[op] = choice
+        _used[op] = {(): choice}
 
 
 def used() -> dict[str, Choice]:
-    """Latest choice of every op called so far in this process, by name; a run writes them to kernels.json."""
-    return dict(sorted(_used.items()))
+    """Latest choice of every op called so far in this process, by name; a run writes them to kernels.json.
+
+    If the choices of an op differ between widths or dtypes, each has one more entry, with these in its name.
+    """
+    found: dict[str, Choice] = {}
+    for op, choices in sorted(_used.items()):
+        *_, found[op] = choices.values()
+        if len({choice.backend for choice in choices.values()}) > 1:
+            found |= {f"{op} {describe(case)}": choice for case, choice in choices.items() if case}
+    return found
 
 
-@functools.cache
-def _unavailable_reason(op: str, backend: Compiled, device: str) -> str:
-    """Reason that a compiled backend cannot run on this device type, found once; empty where it can."""
+def self_tests() -> dict[str, str]:
+    """Results of the self-tests of this process, by op, backend and case: the error, empty of a pass."""
+    return {f"{op}={backend} {describe(case)}".strip(): error for (op, backend, case), error in _tested.items()}
+
+
+def describe(case: Case) -> str:
+    """The items of a case as text."""
+    return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in case if value is not None)
+
+
+def _unavailable_reason(op: str, backend: Compiled, device: str, case: Case) -> str:
+    """Reason that a compiled backend cannot run on this device type, found once for each case; empty where it can."""
     if reason := _missing(backend, device):
         return reason
-    # Catches compiler bugs, known and unknown, which give wrong gradients without an error.
+    if backend == "triton" and device == "cpu":  # the interpreter: no compiler is at work
+        return ""
+    key = (op, backend, case)
+    if key not in _tested:
+        _tested[key] = "" if self_test_cache.has_passed(*key) else _run_self_test(op, backend, device, case)
+    return _tested[key]
+
+
+def _run_self_test(op: str, backend: Compiled, device: str, case: Case) -> str:
+    """Error of a backend in its self-test, which catches bugs of a compiler that give wrong values or gradients without
+    an error; empty of a pass, which is kept on the disk."""
     own = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
     try:
         with torch.enable_grad(), own:  # the caller's hooks would recompute or offload the tensors of this backward
-            return _kernels[op].self_test(backend, device)
-    except _errors() as error:
-        return f"self-test: {type(error).__name__}: {error}"
+            error = _kernels[op].self_test(backend, device, dict(case))
+    except _errors() as raised:
+        error = f"self-test: {type(raised).__name__}: {raised}"
+    if not error:
+        self_test_cache.keep_pass(op, backend, case)
+    return error
 
 
 def _errors() -> tuple[type[Exception], ...]:

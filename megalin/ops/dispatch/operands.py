@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalin.errors import OperandError
+
+Case = tuple[tuple[str, Any], ...]
+"""Properties of a call that select a kernel's code, by name: a size by its letter ("K", 128), the dtype of an operand
+by its name (None: omitted), and options of the op. A constant to torch.compile, which builds no NamedTuple as one."""
 
 _KINDS: dict[str, tuple[str, Callable[[torch.dtype], bool]]] = {
     "": ("floating point", lambda dtype: dtype.is_floating_point),
@@ -16,20 +22,26 @@ _KINDS: dict[str, tuple[str, Callable[[torch.dtype], bool]]] = {
 }
 
 
-def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -> None:
+def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]], widths: str = "") -> Case:
     """Validates operand shapes, dtypes and devices before a kernel reads out of bounds or an op broadcasts wrongly.
 
     Args:
         operands: name -> a tensor (None: omitted, not checked) and its sizes: "BTHK" for four dimensions, "*D" for any
             number followed by D. The first tensor with a letter sets its size, with "*" all leading sizes; a lower-case
             letter may be 1 instead. "BT int" requires integers, "BT bool" bools, others floating point. T is not 0.
+        widths: letters of the sizes that select a kernel's code.
+
+    Returns:
+        The sizes in `widths`, and the dtype of each operand, None of an omitted one.
 
     Raises:
         OperandError: for the first invalid tensor.
     """
     sizes: dict[str, tuple[int | tuple[int, ...], str]] = {}
+    dtypes: list[tuple[str, torch.dtype | None]] = []
     device = None
     for name, (tensor, described) in operands.items():
+        dtypes.append((name, None if tensor is None else tensor.dtype))
         if tensor is None:
             continue
         letters, _, kind = described.partition(" ")
@@ -61,6 +73,12 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]]) -
                 )
             if letter == "T" and size == 0:
                 raise OperandError(f"{op}: {name} has shape {shape} and no tokens; give at least one")
+    return (*((letter, static(sizes[letter][0])) for letter in widths), *dtypes)
+
+
+def static(size: Any) -> int:
+    """The size of a dimension as a constant to torch.compile, which may have made it symbolic."""
+    return operator.index(size)
 
 
 def check_one_dtype(op: str, **tensors: Tensor) -> None:
@@ -79,9 +97,10 @@ def check_scan(
     decay: tuple[str, Tensor | None, str],
     initial_state: Tensor | None,
     document_ids: Tensor | None,
-) -> None:
-    """Runs `check_operands` for a scan: v [B, T, H, V], initial_state [B, H, K, V], document_ids [B, T] integers; q and
-    k with the given sizes, the decay with its name, tensor and sizes. Raises OperandError."""
+) -> Case:
+    """Runs `check_operands` for a scan, with its sizes H, K and V: v [B, T, H, V], initial_state [B, H, K, V],
+    document_ids [B, T] integers; q and k with the given sizes, the decay with its name, tensor and sizes. Raises
+    OperandError."""
     operands = {
         "v": (v, "BTHV"),
         "q": q,
@@ -90,7 +109,7 @@ def check_scan(
         "initial_state": (initial_state, "BHKV"),
         "document_ids": (document_ids, "BT int"),
     }
-    check_operands(op, operands)
+    return check_operands(op, operands, "HKV")
 
 
 def _format_shape(letters: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, bound_of, compare, sample
 
 
 class ForgetGates(NamedTuple):
@@ -43,8 +44,8 @@ def forget_gates(logit: Tensor, bound: Tensor, *, backend: Backend = "auto") -> 
 
     Source: HGRN2 section 3.
     """
-    check_operands("forget_gates", {"logit": (logit, "*D"), "bound": (bound, "D")})
-    choice = backends.choose("forget_gates", backend, logit.device.type, _unsupported(logit, bound))
+    case = check_operands("forget_gates", {"logit": (logit, "*D"), "bound": (bound, "D")}, "D")
+    choice = backends.choose("forget_gates", backend, logit.device.type, _unsupported(logit, bound), case=case)
     if choice == "reference":
         return forget_gates_reference(logit, bound)
     return ForgetGates(*(gate.view(logit.shape) for gate in _forward(_rows(logit), bound.contiguous())))
@@ -97,10 +98,11 @@ def _differentiate(ctx: Any, dkey: Tensor, dlog_decay: Tensor) -> tuple[Tensor, 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    logit, bound = 8.0 * sample(9, 40, device=device), sample(40, device=device, seed=1).sigmoid()
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    logit = (8.0 * sample(ROWS, case["D"], device=device)).to(case["logit"])
+    bound = sample(case["D"], device=device, seed=1).sigmoid()
     bound[:4] = 0.0
-    return compare(_forward, forget_gates_reference, [logit, bound], bound=1e-5)
+    return compare(_forward, forget_gates_reference, [logit, bound], bound=bound_of(logit.dtype))
 
 
 backends.register("forget_gates", ("triton",), _self_test)

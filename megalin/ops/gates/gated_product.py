@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
 
 
 def gated_product(gate_value: Tensor, *, activation: Activation, backend: Backend = "auto") -> Tensor:
@@ -36,10 +37,11 @@ def gated_product(gate_value: Tensor, *, activation: Activation, backend: Backen
         KernelError: an explicit backend that cannot run.
         OperandError: an odd width, or a dtype that is not floating point.
     """
-    check_operands("gated_product", {"gate_value": (gate_value, "*W")})
+    case = check_operands("gated_product", {"gate_value": (gate_value, "*W")}, "W")
+    case = (*case, ("activation", activation))
     if gate_value.shape[-1] % 2:
         raise OperandError(f"gated_product: gate_value has shape {tuple(gate_value.shape)}; its width must be even")
-    choice = backends.choose("gated_product", backend, gate_value.device.type, _unsupported(gate_value))
+    choice = backends.choose("gated_product", backend, gate_value.device.type, _unsupported(gate_value), case=case)
     if choice == "reference":
         return gated_product_reference(gate_value, activation=activation)
     return _forward(gate_value.contiguous(), activation)
@@ -88,20 +90,13 @@ def _differentiate(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    gate_value = sample(5, 400, device=device)
-    activations: tuple[Activation, ...] = ("none", "silu")
-    for activation in activations:
-
-        def kernel(x: Tensor, activation: Activation = activation) -> Tensor:
-            return _forward(x, activation)
-
-        def reference(x: Tensor, activation: Activation = activation) -> Tensor:
-            return gated_product_reference(x, activation=activation)
-
-        if wrong := compare(kernel, reference, [gate_value]):
-            return f"{activation}: {wrong}"
-    return ""
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    activation = case["activation"]
+    return compare(
+        lambda x: _forward(x, activation),
+        lambda x: gated_product_reference(x, activation=activation),
+        [sample(ROWS, case["W"], device=device, dtype=case["gate_value"])],
+    )
 
 
 backends.register("gated_product", ("triton",), _self_test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def low_rank_gate(x: Tensor, code: Tensor, weight: Tensor, bias: Tensor, *, back
     Source: Rodimus section 3.
     """
     operands = {"x": (x, "*D"), "code": (code, "*L"), "weight": (weight, "DL"), "bias": (bias, "D")}
-    check_operands("low_rank_gate", operands)
-    choice = backends.choose("low_rank_gate", backend, x.device.type, _unsupported(x, code, weight, bias))
+    case = check_operands("low_rank_gate", operands, "DL")
+    choice = backends.choose("low_rank_gate", backend, x.device.type, _unsupported(x, code, weight, bias), case=case)
     if choice == "reference":
         return low_rank_gate_reference(x, code, weight, bias)
     return _forward(_rows(x), _rows(code), weight.contiguous(), bias.contiguous()).view(x.shape)
@@ -99,9 +100,12 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    shapes = ((70, 40), (70, 12), (40, 12), (40,))
-    inputs = [sample(*shape, device=device, seed=seed) for seed, shape in enumerate(shapes)]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    rows, width, rank = 80, case["D"], case["L"]
+    sizes = {"x": (rows, width), "code": (rows, rank), "weight": (width, rank), "bias": (width,)}
+    inputs = [
+        sample(*size, device=device, seed=seed, dtype=case[name]) for seed, (name, size) in enumerate(sizes.items())
+    ]
     return compare(_forward, low_rank_gate_reference, inputs)
 
 

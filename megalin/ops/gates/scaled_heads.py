@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
 
 MAX_WIDTH = 4096
 """Limit of the kernels, which hold full heads in registers."""
@@ -35,8 +36,8 @@ def scaled_heads(x: Tensor, factor: Tensor, *, backend: Backend = "auto") -> Ten
 
     Source: Mamba-2 section 7.
     """
-    check_operands("scaled_heads", {"x": (x, "*P"), "factor": (factor, "*")})
-    choice = backends.choose("scaled_heads", backend, x.device.type, _unsupported(x, factor))
+    case = check_operands("scaled_heads", {"x": (x, "*P"), "factor": (factor, "*")}, "P")
+    choice = backends.choose("scaled_heads", backend, x.device.type, _unsupported(x, factor), case=case)
     if choice == "reference":
         return scaled_heads_reference(x, factor)
     return _forward(x.contiguous(), factor.contiguous())
@@ -84,8 +85,8 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    inputs = [sample(3, 50, 40, device=device), sample(3, 50, device=device, seed=1)]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    inputs = [sample(3, ROWS, case["P"], device=device, dtype=case["x"]), sample(3, ROWS, device=device, seed=1)]
     return compare(_forward, scaled_heads_reference, inputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
 
 
 class GatedSquares(NamedTuple):
@@ -51,8 +52,9 @@ def gated_squares(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    check_operands("gated_squares", {"x": (x, "*D"), "gate": (gate, "*D"), "weight": (weight, "D")})
-    choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight))
+    case = check_operands("gated_squares", {"x": (x, "*D"), "gate": (gate, "*D"), "weight": (weight, "D")}, "D")
+    case = (*case, ("gate_first", gate_first))
+    choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight), case=case)
     if choice == "reference" or left_to_inductor("gated_squares", backend):
         return gated_squares_reference(x, gate, weight, gate_first=gate_first)
     gate = None if gate is None else gate.contiguous()
@@ -128,17 +130,20 @@ def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    inputs = [sample(5, 200, device=device), sample(5, 200, device=device, seed=1), sample(200, device=device, seed=2)]
-    problems = [
-        compare(
-            lambda x, gate, weight, first=first: _forward(x, gate, weight, first),
-            lambda x, gate, weight, first=first: gated_squares_reference(x, gate, weight, gate_first=first),
-            inputs,
-        )
-        for first in (False, True)
-    ]
-    return problems[0] or problems[1]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    sizes = {"x": (ROWS, case["D"]), "gate": (ROWS, case["D"]), "weight": (case["D"],)}
+    given = [name for name in sizes if case[name] is not None]
+    first = case["gate_first"]
+
+    def kernel(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(given, tensors, strict=True))
+        return _forward(named["x"], named.get("gate"), named.get("weight"), first)
+
+    def reference(*tensors: Tensor) -> GatedSquares:
+        return gated_squares_reference(**dict(zip(given, tensors, strict=True)), gate_first=first)
+
+    inputs = [sample(*sizes[name], device=device, seed=seed, dtype=case[name]) for seed, name in enumerate(given)]
+    return compare(kernel, reference, inputs)
 
 
 backends.register("gated_squares", ("triton",), _self_test)

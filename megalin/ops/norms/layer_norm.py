@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -11,7 +14,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
 from megalin.ops.norms.srmsnorm import unsupported
 
 
@@ -32,9 +35,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, backend: 
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    check_operands("layer_norm", {"x": (x, "*D"), "weight": (weight, "D"), "bias": (bias, "D")})
+    operands = {"x": (x, "*D"), "weight": (weight, "D"), "bias": (bias, "D")}
+    case = check_operands("layer_norm", operands, "D")
     reason = unsupported(x) or ("" if weight.dtype == bias.dtype == x.dtype else f"a weight of dtype {weight.dtype}")
-    choice = backends.choose("layer_norm", backend, x.device.type, reason)
+    choice = backends.choose("layer_norm", backend, x.device.type, reason, case=case)
     if choice == "reference" or left_to_inductor("layer_norm", backend):
         return layer_norm_reference(x, weight, bias, eps=eps)
     return apex_layer_norm(x, weight, bias, eps=eps)
@@ -47,12 +51,13 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float)
     return y.to(x.dtype)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     assert backend == "apex", backend
+    sizes = {"x": (ROWS, case["D"]), "weight": (case["D"],), "bias": (case["D"],)}
     return unavailable_reason("fused_layer_norm_cuda") or compare(
         lambda x, weight, bias: apex_layer_norm(x, weight, bias, eps=1e-6),
         lambda x, weight, bias: layer_norm_reference(x, weight, bias, eps=1e-6),
-        [sample(*shape, device=device, seed=seed) for seed, shape in enumerate([(5, 200), (200,), (200,)])],
+        [sample(*size, device=device, seed=seed, dtype=case[name]) for seed, (name, size) in enumerate(sizes.items())],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from megalin.ops.dispatch.cuda_launch import launch
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
-from megalin.ops.norms.srmsnorm import unsupported
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
+from megalin.ops.norms.srmsnorm import unsupported, width_case
 from megalin.ops.positions.encodings import cosine_relpe
 
 
@@ -36,7 +37,8 @@ def max_norm(x: Tensor, *, eps: float, scale: Tensor | None = None, backend: Bac
     Raises:
         KernelError: an explicit backend that cannot run.
     """
-    choice = backends.choose("max_norm", backend, x.device.type, unsupported(x))
+    case = (*width_case(x), ("scaled", scale is not None), ("heads", 0))
+    choice = backends.choose("max_norm", backend, x.device.type, unsupported(x), case=case)
     if choice == "reference":
         return max_norm_reference(x, eps=eps, scale=scale)
     scale = None if scale is None else scale.detach().to(torch.float32)
@@ -83,7 +85,8 @@ def encoded_max_norm(
     check_operands("max_norm", {"x": (x, "BTD"), "factor": (factor, "bt"), "positions": (positions, places)})
     if x.shape[-1] % num_heads:
         raise OperandError(f"max_norm: {num_heads} heads do not divide a width of {x.shape[-1]}")
-    choice = backends.choose("max_norm", backend, x.device.type, unsupported(x))
+    case = (*width_case(x), ("scaled", False), ("heads", num_heads))
+    choice = backends.choose("max_norm", backend, x.device.type, unsupported(x), case=case)
     if choice == "reference":
         return encoded_max_norm_reference(x, factor, positions, num_heads=num_heads, eps=eps)
     outside = (positions < 0) | (positions >= num_positions)
@@ -216,20 +219,25 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None, __: Tensor | None) ->
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    positions = torch.arange(5, device=device)
-    factor = torch.tensor([[0.3, 0.0, 1.0, 2.0, 0.1]], device=device)
-    x = [sample(1, 5, 200, device=device)]
-    scale = torch.tensor(0.2, device=device)
-    plain = compare(
-        lambda x: _forward(x, None, None, scale, 0, 1, 1e-3, backend)[0],
-        lambda x: max_norm_reference(x, eps=1e-3, scale=scale),
-        x,
-    )
-    return plain or compare(
-        lambda x: _forward(x, factor, positions, None, 5, 2, 1e-3, backend)[0],
-        lambda x: encoded_max_norm_reference(x, factor.to(x.dtype), positions, num_heads=2, eps=1e-3),
-        x,
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """Rows with one maximum: of equal ones, the kernel and the reference may take different ones."""
+    width, heads = case["D"], case["heads"]
+    place = torch.arange(ROWS, device=device)
+    x = sample(1, ROWS, width, device=device)
+    x[0, place, place * 37 % width] = 8.0
+    inputs = [x.to(case["x"])]
+    if not heads:
+        scale = torch.tensor(0.2, device=device) if case["scaled"] else None
+        return compare(
+            lambda x: _forward(x, None, None, scale, 0, 1, 1e-3, backend)[0],
+            lambda x: max_norm_reference(x, eps=1e-3, scale=scale),
+            inputs,
+        )
+    factor = (place % 4 * 0.5)[None]
+    return compare(
+        lambda x: _forward(x, factor, place, None, ROWS, heads, 1e-3, backend)[0],
+        lambda x: encoded_max_norm_reference(x, factor.to(x.dtype), place, num_heads=heads, eps=1e-3),
+        inputs,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
 from megalin.ops.norms.srmsnorm import srmsnorm_reference, unsupported
 
 
@@ -35,10 +36,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")})
+    case = check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")}, "D")
     reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
     limits: dict[Compiled, str] = {"apex": "" if weight.dtype == x.dtype else f"a weight of dtype {weight.dtype}"}
-    choice = backends.choose("rms_norm", backend, x.device.type, reason, limits)
+    choice = backends.choose("rms_norm", backend, x.device.type, reason, limits, case)
     if choice == "reference" or left_to_inductor("rms_norm", backend):
         return rms_norm_reference(x, weight, eps=eps)
     if choice == "apex":
@@ -84,13 +85,17 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tens
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     if backend == "apex" and (reason := unavailable_reason("fused_layer_norm_cuda")):
         return reason
+    width = case["D"]
     return compare(
         lambda x, weight: apex_rms_norm(x, weight, eps=1e-6) if backend == "apex" else _forward(x, weight, 1e-6)[0],
         lambda x, weight: rms_norm_reference(x, weight, eps=1e-6),
-        [sample(5, 200, device=device), sample(200, device=device, seed=1)],
+        [
+            sample(ROWS, width, device=device, dtype=case["x"]),
+            sample(width, device=device, seed=1, dtype=case["weight"]),
+        ],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import ROWS, bound_of, compare, sample
 from megalin.ops.norms.gated_squares import GatedSquares
 
 
@@ -39,8 +40,9 @@ def skip_gated_squares(
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     rows = {"x": (x, "*D"), "skip": (skip, "*D"), "gate": (gate, "*D")}
-    check_operands("skip_gated_squares", rows | {"factor": (factor, "D"), "weight": (weight, "D")})
-    choice = backends.choose("skip_gated_squares", backend, x.device.type, _unsupported(x, skip, factor, gate, weight))
+    case = check_operands("skip_gated_squares", rows | {"factor": (factor, "D"), "weight": (weight, "D")}, "D")
+    reason = _unsupported(x, skip, factor, gate, weight)
+    choice = backends.choose("skip_gated_squares", backend, x.device.type, reason, case=case)
     if choice == "reference":
         return skip_gated_squares_reference(x, skip, factor, gate, weight)
     product, squares = _forward(_rows(x), _rows(skip), factor.contiguous(), _rows(gate), weight.contiguous())
@@ -107,9 +109,11 @@ def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    rows = [sample(5, 200, device=device, seed=seed) for seed in range(3)]
-    columns = [sample(200, device=device, seed=seed) for seed in (3, 4)]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    sizes = dict.fromkeys(("x", "skip", "gate"), (ROWS, case["D"])) | dict.fromkeys(("factor", "weight"), (case["D"],))
+    inputs = [
+        sample(*size, device=device, seed=seed, dtype=case[name]) for seed, (name, size) in enumerate(sizes.items())
+    ]
 
     def function(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return _forward(x, skip, factor, gate, weight)
@@ -117,7 +121,7 @@ def _self_test(backend: Compiled, device: str) -> str:
     def reference(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> GatedSquares:
         return skip_gated_squares_reference(x, skip, factor, gate, weight)
 
-    return compare(function, reference, [*rows, *columns], bound=1e-5)
+    return compare(function, reference, inputs, bound=max(bound_of(x.dtype) for x in inputs))
 
 
 backends.register("skip_gated_squares", ("triton",), _self_test)

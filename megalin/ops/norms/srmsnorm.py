@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from megalin.ops.dispatch.cuda_launch import launch
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.operands import Case, static
+from megalin.ops.dispatch.self_test import ROWS, compare, sample
 
 MAX_WIDTH = 16384
 
@@ -33,7 +35,7 @@ def srmsnorm(x: Tensor, *, eps: float, backend: Backend = "auto") -> Tensor:
     Raises:
         KernelError: an explicit backend that cannot run.
     """
-    choice = backends.choose("srmsnorm", backend, x.device.type, unsupported(x))
+    choice = backends.choose("srmsnorm", backend, x.device.type, unsupported(x), case=width_case(x))
     if choice == "reference" or left_to_inductor("srmsnorm", backend):
         return srmsnorm_reference(x, eps=eps)
     return _forward(x.contiguous(), eps, choice)[0]
@@ -43,6 +45,11 @@ def srmsnorm_reference(x: Tensor, *, eps: float) -> Tensor:
     """Reference of `srmsnorm` in plain PyTorch: tests the kernels and runs on CPUs."""
     wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def width_case(x: Tensor) -> Case:
+    """Properties of x [..., D] that select the code of a norm's kernels."""
+    return (("D", static(x.shape[-1])), ("x", x.dtype))
 
 
 def unsupported(x: Tensor) -> str:
@@ -93,11 +100,11 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, None
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     return compare(
         lambda x: _forward(x, 1e-6, backend)[0],
         lambda x: srmsnorm_reference(x, eps=1e-6),
-        [sample(5, 200, device=device)],
+        [sample(ROWS, case["D"], device=device, dtype=case["x"])],
     )
 
 

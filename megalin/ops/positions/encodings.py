@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.operands import Case, check_operands
+from megalin.ops.dispatch.self_test import compare, few, sample
 
 
 def lrpe_cosine(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
@@ -101,10 +102,10 @@ def rope(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    _check("rope", x, positions)
+    case = _check("rope", x, positions)
     if x.shape[3] % 2:
         raise OperandError(f"rope: head dimension {x.shape[3]} is odd, but channels rotate in pairs; use an even one")
-    choice = backends.choose("rope", backend, x.device.type, _unsupported(x))
+    choice = backends.choose("rope", backend, x.device.type, _unsupported(x), case=case)
     if choice == "reference":
         return rope_reference(x, positions, base=base, scaling=scaling)
     return _rotate(x, _scaled(_frequencies(x, base), scaling).float(), positions, False)
@@ -187,9 +188,9 @@ def num_tokens_in_documents(document_ids: Tensor, valid: Tensor | None) -> Tenso
     return total.gather(1, last) - (total - counted).gather(1, first)
 
 
-def _check(op: str, x: Tensor, positions: Tensor, **others: tuple[Tensor | None, str]) -> None:
+def _check(op: str, x: Tensor, positions: Tensor, **others: tuple[Tensor | None, str]) -> Case:
     places = "T int" if positions.dim() == 1 else "bT int"
-    check_operands(op, {"x": (x, "BTHK"), "positions": (positions, places), **others})
+    return check_operands(op, {"x": (x, "BTHK"), "positions": (positions, places), **others}, "HK")
 
 
 def check_pairs(op: str, theta: Tensor, head_dim: int) -> None:
@@ -247,8 +248,9 @@ def _rows(x: Tensor) -> Tensor:
     return x.as_strided((batch * length, heads, key), (x.stride(1), key, 1)) if whole else x.flatten(0, 1).contiguous()
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    x, positions = sample(2, 5, 3, 12, device=device), torch.tensor([0, 1, 7, 500, 4099], device=device)
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    x = sample(2, 16, few(case["H"]), case["K"], device=device, dtype=case["x"])
+    positions = torch.arange(16, device=device, dtype=case["positions"]) ** 3
     return compare(
         lambda x: _rotate(x, _frequencies(x, 10000.0).float(), positions, False),
         lambda x: rope_reference(x, positions),

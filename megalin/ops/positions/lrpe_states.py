@@ -14,6 +14,7 @@ R(a): (x, y) -> (x cos a + y sin a, y cos a - x sin a) on the two rows of a stat
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.operands import check_one_dtype, check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import compare, few, sample
 from megalin.ops.positions.encodings import check_pairs
 
 
@@ -70,7 +71,7 @@ def enter_segments(
     """
     operands: dict[str, tuple[Tensor | None, str]] = {"added": (added, "BNHKV"), "theta": (theta, "HF")}
     operands |= {"slopes": (slopes, "H"), "initial": (initial, "BHKV"), "document_ids": (document_ids, "BT int")}
-    check_operands("enter_segments", operands)
+    case = (*check_operands("enter_segments", operands, "HKV"), ("form", form))
     check_pairs("enter_segments", theta, added.shape[3])
     if initial is not None:
         check_one_dtype("enter_segments", added=added, initial=initial)
@@ -82,7 +83,7 @@ def enter_segments(
         )
     decay, continues = _carry_factors(added, slopes, length, document_ids)
     angle = _angle(theta, length, added.dtype)
-    choice = backends.choose("enter_segments", backend, added.device.type, _unsupported(added))
+    choice = backends.choose("enter_segments", backend, added.device.type, _unsupported(added), case=case)
     if choice == "reference":
         return enter_segments_reference(added, initial, angle, decay, continues, form=form)
     entering, leaving = _enter(added, initial, angle, decay, continues, form)
@@ -196,23 +197,22 @@ def _differentiate(ctx: Any, d_entering: Tensor, d_leaving: Tensor) -> tuple[Ten
 torch.library.register_autograd(_enter, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     """Five segments; no state continues into the third."""
-    decay = torch.tensor([0.9, 0.0, 0.5, 1.0, 0.2], device=device)[None, :, None].repeat(2, 1, 3)
+    heads, key, value, form = few(case["H"]), case["K"], case["V"], case["form"]
+    decay = torch.tensor([0.9, 0.0, 0.5, 1.0, 0.2], device=device)[None, :, None].repeat(2, 1, heads)
     continues = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0], device=device).repeat(2, 1)
-    inputs = [sample(2, 5, 3, 8, 24, device=device), sample(2, 3, 8, 24, device=device, seed=1)]
-    inputs.append(sample(3, 4, device=device, seed=2))
-    for form in ("cosine", "rotation"):
+    inputs = [sample(2, 5, heads, key, value, device=device), sample(heads, key // 2, device=device, seed=2)]
+    if case["initial"] is not None:
+        inputs.append(sample(2, heads, key, value, device=device, seed=1))
 
-        def kernel(added: Tensor, initial: Tensor, angle: Tensor, form: str = form) -> tuple[Tensor, ...]:
-            return _enter(added, initial, angle, decay, continues, form)
+    def kernel(added: Tensor, angle: Tensor, initial: Tensor | None = None) -> tuple[Tensor, ...]:
+        return _enter(added, initial, angle, decay, continues, form)
 
-        def reference(added: Tensor, initial: Tensor, angle: Tensor, form: Any = form) -> tuple[Tensor, ...]:
-            return enter_segments_reference(added, initial, angle, decay, continues, form=form)
+    def reference(added: Tensor, angle: Tensor, initial: Tensor | None = None) -> tuple[Tensor, ...]:
+        return enter_segments_reference(added, initial, angle, decay, continues, form=form)
 
-        if wrong := compare(kernel, reference, inputs):
-            return f"{form}: {wrong}"
-    return ""
+    return compare(kernel, reference, inputs)
 
 
 backends.register("enter_segments", ("triton",), _self_test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.operands import Case, check_operands
+from megalin.ops.dispatch.self_test import compare, few, sample
 from megalin.ops.positions.encodings import check_pairs, lrpe_cosine, lrpe_rotation
 
 
@@ -46,8 +47,8 @@ def silu_lrpe(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    check_lrpe("silu_lrpe", projection, theta, positions, form)
-    choice = backends.choose("silu_lrpe", backend, projection.device.type, _unsupported(projection, theta))
+    case = (*check_lrpe("silu_lrpe", projection, theta, positions, form), ("form", form))
+    choice = backends.choose("silu_lrpe", backend, projection.device.type, _unsupported(projection, theta), case=case)
     if choice == "reference":
         return silu_lrpe_reference(projection, theta, positions, form=form)
     found: tuple[Tensor, ...] = _Parts.apply(projection.contiguous(), theta, positions, form)
@@ -70,16 +71,17 @@ def lrpe(x: Tensor, theta: Tensor | None, positions: Tensor, *, form: LRPEForm |
     return lrpe_cosine(x, theta, positions) if form == "cosine" else lrpe_rotation(x, theta, positions)
 
 
-def check_lrpe(op: str, projection: Tensor, theta: Tensor | None, positions: Tensor, form: LRPEForm | None) -> None:
+def check_lrpe(op: str, projection: Tensor, theta: Tensor | None, positions: Tensor, form: LRPEForm | None) -> Case:
     """Raises OperandError for operands of `silu_lrpe` with incompatible shapes, dtypes or devices."""
     places = "T int" if positions.dim() == 1 else "BT int"
     frequencies = "HK" if form == "cosine" else "HF"
     operands = {"projection": (projection, "BTPHK"), "theta": (theta, frequencies), "positions": (positions, places)}
-    check_operands(op, operands)
+    case = check_operands(op, operands, "PHK")
     assert 2 <= projection.shape[2] <= 4, projection.shape
     assert (theta is None) == (form is None), form
     if theta is not None and form == "rotation":
         check_pairs(op, theta, projection.shape[4])
+    return case
 
 
 def _unsupported(projection: Tensor, theta: Tensor | None) -> str:
@@ -153,22 +155,21 @@ def _silu_backward(gradients: list[Tensor], projection: Tensor) -> Tensor:
     return found.view(projection.shape)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    projection = sample(2, 5, 4, 3, 8, device=device)
-    positions = torch.tensor([0, 1, 7, 500, 4099], device=device)
-    for form, width in (("cosine", 8), ("rotation", 4), (None, 0)):
-        theta = [] if form is None else [sample(3, width, device=device, seed=2).abs()]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    heads, key, form = few(case["H"]), case["K"], case["form"]
+    inputs = [sample(2, 16, case["P"], heads, key, device=device, dtype=case["projection"])]
+    if form is not None:
+        inputs.append(sample(heads, key if form == "cosine" else key // 2, device=device, seed=2).abs())
+    positions = torch.arange(16, device=device, dtype=case["positions"]) ** 3
 
-        def kernel(x: Tensor, theta: Tensor | None = None, form: str | None = form) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = _Parts.apply(x, theta, positions, form)
-            return found
+    def kernel(x: Tensor, theta: Tensor | None = None) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _Parts.apply(x, theta, positions, form)
+        return found
 
-        def reference(x: Tensor, theta: Tensor | None = None, form: Any = form) -> tuple[Tensor, ...]:
-            return silu_lrpe_reference(x, theta, positions, form=form)
+    def reference(x: Tensor, theta: Tensor | None = None) -> tuple[Tensor, ...]:
+        return silu_lrpe_reference(x, theta, positions, form=form)
 
-        if wrong := compare(kernel, reference, [projection, *theta]):
-            return f"{form}: {wrong}"
-    return ""
+    return compare(kernel, reference, inputs)
 
 
 backends.register("silu_lrpe", ("triton",), _self_test)

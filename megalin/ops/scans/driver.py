@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalin.ops.scans.context_parallel import SequenceShard, StateExchange
+from megalin.ops.scans.limits import WIDTH_UNIT, padded
 from megalin.ops.scans.transition import ShardDocuments, Transition
 
 Inputs = Sequence[Any]
@@ -152,6 +153,15 @@ def fold(state: Tensor, transition: Transition, shard: SequenceShard) -> Tensor:
     tensors = [x.to(state.dtype) for x in transition.tensors()]
     entering: Tensor = _Fold.apply(type(transition), shard.exchange, *shard.documents, state, *tensors)
     return entering
+
+
+def fold_padded(state: Tensor, transition: Transition, shard: SequenceShard) -> Tensor:
+    """`fold` of a state with one decay per head, in the padded widths of the kernels: ranks with kernels and ranks
+    without them exchange the same shapes."""
+    key, value = state.shape[-2:]
+    wide = padded(state, -value % WIDTH_UNIT, -key % WIDTH_UNIT)
+    entering = fold(wide, transition, shard)
+    return entering if wide is state else entering[..., :key, :value]
 
 
 class _Fold(torch.autograd.Function):

@@ -9,6 +9,7 @@ Exponents and documents: as in vector_decay.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,13 +19,20 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import contiguous, custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
-from megalin.ops.dispatch.operands import check_scan
+from megalin.ops.dispatch.operands import check_scan, static
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.scans.context_parallel import SequenceShard
-from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
+from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold_padded, run_scan
 from megalin.ops.scans.limits import WIDTH_UNIT, padded, unsupported
-from megalin.ops.scans.self_tests import compare_shards
+from megalin.ops.scans.self_tests import (
+    TOKENS,
+    compare_shards,
+    differentiable,
+    documents_of,
+    heads_of,
+    initial_state_of,
+)
 from megalin.ops.scans.states import selected_state
 from megalin.ops.scans.transition import DiagonalDecay
 from megalin.ops.scans.vector_decay_step import vector_decay_step
@@ -69,18 +77,34 @@ def scalar_decay_scan(
         OperandError: mismatched shapes, kinds or devices.
     """
     decay = ("log_decay", log_decay, "BTH")
-    check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
+    case = check_scan("scalar_decay_scan", (q, "BThK"), (k, "BThK"), v, decay, initial_state, document_ids)
+    case = (*case, ("key_heads", static(k.shape[2])), ("state_gradient", state_gradient))
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "scalar_decay_scan", _unsupported(q, k, v)
-    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
+    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, case=case)
     if shard is not None and choice == "reference":
         added = selected_state(k, v, log_decay[..., None], document_ids=document_ids)
-        initial_state, shard = fold(added, DiagonalDecay(log_decay.sum(1)[..., None]), shard), None
-        choice = backends.choose(op, backend, v.device.type, limit)
+        initial_state = fold_padded(added, DiagonalDecay(log_decay.sum(1)[..., None]), shard)
+        shard, case = None, (*case, ("initial_state", initial_state.dtype))
+        choice = backends.choose(op, backend, v.device.type, limit, case=case)
+    options: dict[str, Any] = {"initial_state": initial_state, "document_ids": document_ids}
     if choice == "reference":
-        return scalar_decay_scan_reference(
-            q, k, v, log_decay, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
-        )
+        return scalar_decay_scan_reference(q, k, v, log_decay, chunk_size=chunk_size, **options)
+    return _compiled_scan(q, k, v, log_decay, shard=shard, state_gradient=state_gradient, **options)
+
+
+def _compiled_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    document_ids: Tensor | None,
+    initial_state: Tensor | None = None,
+    shard: SequenceShard | None = None,
+    state_gradient: bool = True,
+) -> ScanOutput:
+    """`scalar_decay_scan` by the kernels."""
     key, value = k.shape[-1], v.shape[-1]
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
     if initial_state is not None:
@@ -259,27 +283,40 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     return unsupported(q, k, v)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several chunks, one head of q and k for two of v, in the compute dtype of models."""
-    documents = (torch.arange(200, device=device) >= 150).int()[None]
-    q, k = (sample(1, 200, 1, 128, device=device, seed=i).bfloat16() for i in range(2))
-    inputs = [q, k, sample(1, 200, 2, 64, device=device, seed=2).bfloat16()]
-    inputs += [-0.3 * sample(1, 200, 2, device=device, seed=3).abs(), sample(1, 2, 128, 64, device=device, seed=4)]
-    return compare(
-        lambda *x: run_scan(KERNELS, (*x[:4], documents), initial_state=x[4]),
-        lambda q, k, v, g, first: scalar_decay_scan_reference(q, k, v, g, initial_state=first, document_ids=documents),
-        inputs,
-    )
+def _samples(case: Mapping[str, Any], length: int, strength: float, device: str) -> list[Tensor]:
+    """q, k, v and log_decay, with decays of about `strength`."""
+    heads = heads_of(case)
+    keys = (1 if case["key_heads"] == 1 else heads, case["K"])
+    sizes = {"q": keys, "k": keys, "v": (heads, case["V"]), "log_decay": (heads,)}
+    q, k, v, decay = (sample(1, length, *size, device=device, seed=seed) for seed, size in enumerate(sizes.values()))
+    return [x.to(case[name]) for name, x in zip(sizes, (q, k, v, -strength * decay.abs()), strict=True)]
 
 
-def _shards_self_test(backend: Compiled, device: str) -> str:
-    q, k = (sample(1, 300, 1, 128, device=device, seed=i).bfloat16() for i in range(2))
-    inputs = [q, k, sample(1, 300, 2, 64, device=device, seed=2).bfloat16()]
-    inputs.append(-0.03 * sample(1, 300, 2, device=device, seed=3).abs())
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """One block of several chunks, and two blocks."""
+    return _self_test_of(208, device, case) or _self_test_of(272, device, case)
+
+
+def _self_test_of(length: int, device: str, case: Mapping[str, Any]) -> str:
+    documents = documents_of(case, length, device)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor | None = None) -> ScanOutput:
+        options: dict[str, Any] = {"initial_state": first, "document_ids": documents}
+        return _compiled_scan(q, k, v, g, **options, state_gradient=case["state_gradient"])
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor | None = None) -> ScanOutput:
+        return scalar_decay_scan_reference(q, k, v, g, initial_state=first, document_ids=documents)
+
+    inputs = [*_samples(case, length, 0.3, device), *initial_state_of(case, device)]
+    return compare(kernel, reference, inputs, differentiable=differentiable(case))
+
+
+def _shards_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     return compare_shards(
-        lambda shard, documents, *x: run_scan(KERNELS, (*x, documents), shard=shard),
+        lambda shard, documents, *x: _compiled_scan(*x, document_ids=documents, shard=shard),
         lambda documents, *x: scalar_decay_scan_reference(*x, document_ids=documents),
-        inputs,
+        _samples(case, TOKENS, 0.03, device),
+        case,
     )
 
 

@@ -9,6 +9,7 @@ Exponents are sums of dt A over the tokens between, <= 0. Documents: as in fixed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, fold_states
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
-from megalin.ops.scans.self_tests import compare_shards
+from megalin.ops.scans.self_tests import TOKENS, compare_shards, differentiable, documents_of
 from megalin.ops.scans.states import selected_state
 from megalin.ops.scans.transition import SelectiveDecay
 from megalin.ops.scans.vector_decay_step import vector_decay_step
@@ -74,19 +75,36 @@ def selective_scan(
     """
     operands = {"v": (v, "BTD"), "q": (q, "BTN"), "k": (k, "BTN"), "step": (step, "BTD"), "rates": (rates, "DN")}
     extra = {"initial_state": (initial_state, "BDN"), "document_ids": (document_ids, "BT int")}
-    check_operands("selective_scan", operands | extra)
+    case = check_operands("selective_scan", operands | extra, "DN")
+    case = (*case, ("state_gradient", state_gradient))
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "selective_scan", _unsupported(q, k, v)
-    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
+    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, case=case)
     if shard is not None and choice == "reference":
         added, decays = (step * v)[..., None], step[..., None] * rates
         state = selected_state(k[:, :, None].expand(decays.shape), added, decays, document_ids=document_ids)
         initial_state, shard = fold(state, SelectiveDecay(step.sum(1), rates), shard)[..., 0], None
-        choice = backends.choose(op, backend, v.device.type, limit)
+        case = (*case, ("initial_state", initial_state.dtype))
+        choice = backends.choose(op, backend, v.device.type, limit, case=case)
+    options: dict[str, Any] = {"initial_state": initial_state, "document_ids": document_ids}
     if choice == "reference":
-        return selective_scan_reference(
-            q, k, v, step, rates, initial_state=initial_state, document_ids=document_ids, chunk_size=chunk_size
-        )
+        return selective_scan_reference(q, k, v, step, rates, chunk_size=chunk_size, **options)
+    return _compiled_scan(q, k, v, step, rates, shard=shard, state_gradient=state_gradient, **options)
+
+
+def _compiled_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Tensor,
+    rates: Tensor,
+    *,
+    document_ids: Tensor | None,
+    initial_state: Tensor | None = None,
+    shard: SequenceShard | None = None,
+    state_gradient: bool = True,
+) -> ScanOutput:
+    """`selective_scan` by the kernels."""
     inputs = (*map(_rows, (q, k, v, step.float())), rates.float().contiguous(), document_ids)
     first = None if initial_state is None else initial_state.float()[..., None]
     output, state = run_scan(KERNELS, inputs, initial_state=first, shard=shard, state_gradient=state_gradient)
@@ -269,40 +287,45 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     return "an empty tensor" if 0 in (q.numel(), v.numel()) else ""
 
 
-def _samples(length: int, strength: float, device: str) -> list[Tensor]:
-    """q, k, v in the compute dtype of models, step and rates, of 16 channels with 16 states."""
-    sizes = ((1, length, 16), (1, length, 16), (1, length, 16))
-    narrow = [sample(*size, device=device, seed=seed).bfloat16() for seed, size in enumerate(sizes)]
-    step, rates = (sample(*size, device=device, seed=3).abs() for size in ((1, length, 16), (16, 16)))
-    return [*narrow, strength * step, -rates]
+def _samples(case: Mapping[str, Any], length: int, strength: float, device: str) -> list[Tensor]:
+    """q, k, v, step and rates, with steps of about `strength`."""
+    wide, states = case["D"], case["N"]
+    sizes: dict[str, tuple[int, ...]] = {"q": (1, length, states), "k": (1, length, states), "v": (1, length, wide)}
+    sizes |= {"step": (1, length, wide), "rates": (wide, states)}
+    q, k, v, step, rates = (sample(*size, device=device, seed=seed) for seed, size in enumerate(sizes.values()))
+    inputs = (q, k, v, strength * step.abs(), -rates.abs())
+    return [x.to(case[name]) for name, x in zip(sizes, inputs, strict=True)]
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several segments."""
-    documents = (torch.arange(140, device=device) >= 100).int()[None]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """Several segments."""
+    documents = documents_of(case, 144, device)
+    inputs = _samples(case, 144, 0.3, device)
+    if (dtype := case["initial_state"]) is not None:
+        inputs.append(sample(1, case["D"], case["N"], device=device, seed=5, dtype=dtype))
 
-    def reference(*x: Tensor) -> ScanOutput:
-        q, k, v, step, rates, first = x
-        first = first[..., 0]
-        scan = selective_scan_reference(q, k, v, step, rates, initial_state=first, document_ids=documents)
-        return ScanOutput(scan.output, scan.state[..., None])
+    def kernel(q: Tensor, k: Tensor, v: Tensor, step: Tensor, rates: Tensor, first: Tensor | None = None) -> ScanOutput:
+        options: dict[str, Any] = {"initial_state": first, "document_ids": documents}
+        return _compiled_scan(q, k, v, step, rates, **options, state_gradient=case["state_gradient"])
 
-    return compare(
-        lambda *x: run_scan(KERNELS, (*x[:5], documents), initial_state=x[5]),
-        reference,
-        [*_samples(140, 0.3, device), sample(1, 16, 16, 1, device=device, seed=4)],
-    )
+    def reference(
+        q: Tensor, k: Tensor, v: Tensor, step: Tensor, rates: Tensor, first: Tensor | None = None
+    ) -> ScanOutput:
+        return selective_scan_reference(q, k, v, step, rates, initial_state=first, document_ids=documents)
+
+    return compare(kernel, reference, inputs, differentiable=differentiable(case))
 
 
-def _shards_self_test(backend: Compiled, device: str) -> str:
+def _shards_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     """Without a gradient of the rates: a shard has its part of every other input."""
-    *inputs, rates = _samples(210, 0.03, device)
-
-    def reference(documents: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor) -> ScanOutput:
-        return selective_scan_reference(q, k, v, step, rates, document_ids=documents)
-
+    *inputs, rates = _samples(case, TOKENS, 0.03, device)
     return compare_shards(
-        lambda shard, documents, *x: run_scan(KERNELS, (*x, rates, documents), shard=shard), reference, inputs
+        lambda shard, documents, q, k, v, step: _compiled_scan(
+            q, k, v, step, rates, document_ids=documents, shard=shard
+        ),
+        lambda documents, q, k, v, step: selective_scan_reference(q, k, v, step, rates, document_ids=documents),
+        inputs,
+        case,
     )
 
 

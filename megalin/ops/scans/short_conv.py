@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import bound_of, compare, sample
 
 MAX_TAPS = 8
 """Largest W of the kernels, which keep two windows of W tokens in registers."""
@@ -66,15 +67,28 @@ def short_conv(
     Source: Mamba; Rodimus section 3.
     """
     operands = {"x": (x, "BTD"), "weight": (weight, "DW"), "bias": (bias, "D"), "state": (state, "BPD")}
-    check_operands("short_conv", operands | {"document_ids": (document_ids, "BT int")})
+    case = check_operands("short_conv", operands | {"document_ids": (document_ids, "BT int")}, "DW")
+    case = (*case, ("activation", activation))
     if state is not None and state.shape[1] != weight.shape[1] - 1:
         raise OperandError(
             f"short_conv: state has shape {tuple(state.shape)}; with {weight.shape[1]} taps, give it "
             f"[B, {weight.shape[1] - 1}, D]"
         )
-    choice = backends.choose("short_conv", backend, x.device.type, _unsupported(x, weight, bias, state))
+    choice = backends.choose("short_conv", backend, x.device.type, _unsupported(x, weight, bias, state), case=case)
     if choice == "reference":
         return short_conv_reference(x, weight, bias, state=state, document_ids=document_ids, activation=activation)
+    return _compiled_conv(x, weight, bias, state, document_ids, activation)
+
+
+def _compiled_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    document_ids: Tensor | None,
+    activation: Literal["none", "silu"],
+) -> ShortConvOutput:
+    """`short_conv` by the kernels."""
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
     before = None if state is None else state.float().contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -210,27 +224,37 @@ def _differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    """Two tiles of tokens with an initial state: one document, and document starts in and before each tile."""
-    x, state = sample(2, 140, 20, device=device), sample(2, 3, 20, device=device, seed=1)
-    weight, bias = sample(20, 4, device=device, seed=2), sample(20, device=device, seed=3)
-    starts = torch.zeros(2, 140, dtype=torch.int32, device=device)
-    starts[0, 2], starts[0, 128], starts[1, 129], starts[1, 130] = 1, 1, 1, 1
-    for documents in (None, starts.cumsum(1, dtype=torch.int32)):
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """Two tiles of tokens, and if the call has documents, starts of them in and before each tile."""
+    length, taps = 144, case["W"]
+    sizes = {"x": (2, length, case["D"]), "weight": (case["D"], taps), "bias": (case["D"],)}
+    sizes["state"] = (2, taps - 1, case["D"])
+    given = [name for name in sizes if case[name] is not None]
+    inputs = [sample(*sizes[name], device=device, seed=seed, dtype=case[name]) for seed, name in enumerate(given)]
+    documents = None
+    if (dtype := case["document_ids"]) is not None:
+        starts = torch.zeros(2, length, dtype=dtype, device=device)
+        starts[0, 2], starts[0, 128], starts[1, 129], starts[1, 130] = 1, 1, 1, 1
+        documents = starts.cumsum(1, dtype=dtype)
 
-        def kernel(
-            x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, documents: Tensor | None = documents
-        ) -> tuple[Tensor, Tensor]:
-            return _forward(x, weight, bias, state, documents, True)
+    def kernel(*x: Tensor) -> ShortConvOutput:
+        named = dict(zip(given, x, strict=True))
+        state, activation = named.get("state"), case["activation"]
+        return _compiled_conv(named["x"], named["weight"], named.get("bias"), state, documents, activation)
 
-        def reference(
-            x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, documents: Tensor | None = documents
-        ) -> ShortConvOutput:
-            return short_conv_reference(x, weight, bias, state=state, document_ids=documents)
+    def reference(*x: Tensor) -> ShortConvOutput:
+        named = dict(zip(given, x, strict=True))
+        state = named.get("state")
+        return short_conv_reference(
+            named["x"],
+            named["weight"],
+            named.get("bias"),
+            state=state,
+            document_ids=documents,
+            activation=case["activation"],
+        )
 
-        if wrong := compare(kernel, reference, [x, weight, bias, state], bound=1e-5):
-            return f"{'one document' if documents is None else 'documents'}: {wrong}"
-    return ""
+    return compare(kernel, reference, inputs, bound=max(bound_of(x.dtype) for x in inputs), differentiable=1)
 
 
 backends.register("short_conv", ("triton",), _self_test)

@@ -6,6 +6,7 @@ sequence, over the last token's document only. Exponents are sums of log decays 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.dispatch.self_test import compare, few, sample
 from megalin.ops.scans.chunks import sum_after, visible_decay
 from megalin.ops.scans.limits import WIDTH_UNIT, unsupported
 
@@ -46,8 +47,8 @@ def decay_state(
         OperandError: mismatched shapes, kinds or devices.
     """
     operands = {"k": (k, "BTHK"), "v": (v, "BTHV"), "slopes": (slopes, "H"), "document_ids": (document_ids, "BT int")}
-    check_operands("decay_state", operands)
-    if backends.choose("decay_state", backend, v.device.type, _unsupported(k, v)) == "reference":
+    case = check_operands("decay_state", operands, "HKV")
+    if backends.choose("decay_state", backend, v.device.type, _unsupported(k, v), case=case) == "reference":
         return decay_state_reference(k, v, slopes, document_ids=document_ids)
     return _state(k, v, None if slopes is None else slopes.float(), document_ids)
 
@@ -109,11 +110,16 @@ def _differentiate(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd(_state, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several parts, in the compute dtype of models, with more values than one tile holds."""
-    slopes = torch.tensor([0.0, 0.3], device=device)
-    documents = (torch.arange(2500, device=device) >= 150).int()[None]
-    inputs = [sample(1, 2500, 2, width, device=device, seed=i).bfloat16() for i, width in enumerate((128, 192))]
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """Several parts, of which the first two are of another document if the call has documents."""
+    heads, length = few(case["H"]), 336
+    slopes = None if case["slopes"] is None else torch.linspace(0.0, 0.3, heads, device=device)
+    dtype = case["document_ids"]
+    documents = None if dtype is None else (torch.arange(length, device=device) >= 150).to(dtype)[None]
+    inputs = [
+        sample(1, length, heads, case[width], device=device, seed=seed, dtype=case[name])
+        for seed, (name, width) in enumerate((("k", "K"), ("v", "V")))
+    ]
     return compare(
         lambda k, v: [_state(k, v, slopes, documents)],
         lambda k, v: [decay_state_reference(k, v, slopes, document_ids=documents)],

@@ -8,6 +8,7 @@ log lambda, hence <= 0. Documents: as in fixed_decay.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
-from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.operands import Case, check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, split_chunks
+from megalin.ops.scans.self_tests import documents_of
 
 MAX_DECAYS = 256
 
@@ -60,10 +62,17 @@ def tpe(
         KernelError: an explicit backend that cannot run.
         OperandError: mismatched shapes, kinds or devices.
     """
-    _check("tpe", (x, "BTD"), coefficients, log_decay, state, document_ids)
-    choice = backends.choose("tpe", backend, x.device.type, _unsupported(x, coefficients, log_decay))
+    case = _check("tpe", (x, "BTD"), coefficients, log_decay, state, document_ids)
+    choice = backends.choose("tpe", backend, x.device.type, _unsupported(x, coefficients, log_decay), case=case)
     if choice == "reference":
         return tpe_reference(x, coefficients, log_decay, state=state, document_ids=document_ids, chunk_size=chunk_size)
+    return _compiled_tpe(x, coefficients, log_decay, state, document_ids)
+
+
+def _compiled_tpe(
+    x: Tensor, coefficients: Tensor, log_decay: Tensor, state: Tensor | None, document_ids: Tensor | None
+) -> TPEOutput:
+    """`tpe` by the kernels."""
     starts = torch.zeros(x.shape[0], x.shape[1] + 1, dtype=torch.uint8, device=x.device)
     if document_ids is not None:
         starts[:, 1:-1] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -188,9 +197,9 @@ def _check(
     log_decay: Tensor,
     state: Tensor | None,
     document_ids: Tensor | None,
-) -> None:
+) -> Case:
     operands = {"x": x, "coefficients": (coefficients, "DE"), "log_decay": (log_decay, "E")}
-    check_operands(op, operands | {"state": (state, "BDE"), "document_ids": (document_ids, "BT int")})
+    return check_operands(op, operands | {"state": (state, "BDE"), "document_ids": (document_ids, "BT int")}, "DE")
 
 
 def _unsupported(x: Tensor, coefficients: Tensor, log_decay: Tensor) -> str:
@@ -246,22 +255,25 @@ def _differentiate(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[
 torch.library.register_autograd(_scan, _differentiate, setup_context=_save)
 
 
-def _self_test(backend: Compiled, device: str) -> str:
-    """Two documents over several segments."""
-    documents = (torch.arange(150, device=device) >= 100).int()[None]
-    starts = functional.pad(documents.diff(dim=1), (1, 1)).to(torch.uint8)
-    log_decay = torch.tensor([-1e-3, -0.05, -3.0], device=device)
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    """Several segments."""
+    length, wide, decays = 144, case["D"], case["E"]
+    documents = documents_of(case, length, device)
+    sizes = {"x": (1, length, wide), "coefficients": (wide, decays), "state": (1, wide, decays)}
+    inputs = [
+        sample(*size, device=device, seed=seed, dtype=case[name])
+        for seed, (name, size) in enumerate(sizes.items())
+        if case[name] is not None
+    ]
+    inputs.insert(2, -torch.logspace(-3, 0.5, decays, device=device, dtype=case["log_decay"]))
 
-    def kernel(x: Tensor, coefficients: Tensor, log_decay: Tensor) -> list[Tensor]:
-        output, last = _scan(x, coefficients, log_decay, starts, False)
-        return [output, coefficients * last]
+    def kernel(x: Tensor, coefficients: Tensor, log_decay: Tensor, state: Tensor | None = None) -> TPEOutput:
+        return _compiled_tpe(x, coefficients, log_decay, state, documents)
 
-    def reference(x: Tensor, coefficients: Tensor, log_decay: Tensor) -> TPEOutput:
-        return tpe_reference(x, coefficients, log_decay, document_ids=documents)
+    def reference(x: Tensor, coefficients: Tensor, log_decay: Tensor, state: Tensor | None = None) -> TPEOutput:
+        return tpe_reference(x, coefficients, log_decay, state=state, document_ids=documents)
 
-    return compare(
-        kernel, reference, [sample(1, 150, 5, device=device), sample(5, 3, device=device, seed=1), log_decay]
-    )
+    return compare(kernel, reference, inputs, differentiable=1)
 
 
 backends.register("tpe", ("triton",), _self_test)

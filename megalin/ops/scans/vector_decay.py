@@ -13,6 +13,7 @@ Documents: as in fixed_decay.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,14 @@ from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
-from megalin.ops.scans.self_tests import compare_shards
+from megalin.ops.scans.self_tests import (
+    TOKENS,
+    compare_shards,
+    differentiable,
+    documents_of,
+    heads_of,
+    initial_state_of,
+)
 from megalin.ops.scans.states import selected_state
 from megalin.ops.scans.transition import DiagonalDecay
 from megalin.ops.scans.vector_decay_step import unsupported_vectors, vector_decay_step_reference
@@ -75,17 +83,35 @@ def vector_decay_scan(
         OperandError: mismatched shapes, kinds or devices.
     """
     g = ("log_decay", log_decay, "BTHK")
-    check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
+    case = check_scan("vector_decay_scan", (q, "BTHK"), (k, "BTHK"), v, g, initial_state, document_ids)
+    case = (*case, ("state_gradient", state_gradient))
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "vector_decay_scan", unsupported_vectors(q, k, v, log_decay)
-    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit)
+    choice = backends.choose(op if shard is None else f"split_{op}", backend, v.device.type, limit, case=case)
     if shard is not None and choice == "reference":
         added = selected_state(k, v, log_decay, document_ids=document_ids)
         initial_state, shard = fold(added, DiagonalDecay(log_decay.sum(1)), shard), None
-        choice = backends.choose(op, backend, v.device.type, limit)
+        case = (*case, ("initial_state", initial_state.dtype))
+        choice = backends.choose(op, backend, v.device.type, limit, case=case)
+    options: dict[str, Any] = {"scale": scale, "initial_state": initial_state, "document_ids": document_ids}
     if choice == "reference":
-        options = {"initial_state": initial_state, "document_ids": document_ids}
-        return vector_decay_scan_reference(q, k, v, log_decay, scale=scale, chunk_size=chunk_size, **options)
+        return vector_decay_scan_reference(q, k, v, log_decay, chunk_size=chunk_size, **options)
+    return _compiled_scan(q, k, v, log_decay, shard=shard, state_gradient=state_gradient, **options)
+
+
+def _compiled_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float,
+    document_ids: Tensor | None,
+    initial_state: Tensor | None = None,
+    shard: SequenceShard | None = None,
+    state_gradient: bool = True,
+) -> ScanOutput:
+    """`vector_decay_scan` by the kernels."""
     wide = v.float() if v.dtype == torch.float16 else v  # fp16 has no range for states and for sums of decays
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
     inputs = (_rows(q), _rows(k), _rows(wide), _rows(log_decay.float()), documents)
@@ -300,34 +326,43 @@ class _Kernels(NamedTuple):
         return [*found, None], d_entering
 
 
-def _self_test(backend: Compiled, device: str) -> str:
+def _samples(case: Mapping[str, Any], length: int, strength: Tensor | float, device: str) -> list[Tensor]:
+    """q, k, v and log_decay, with decays of about `strength`."""
+    sizes = {"q": case["K"], "k": case["K"], "v": case["V"], "log_decay": case["K"]}
+    q, k, v, decay = (
+        sample(1, length, heads_of(case), size, device=device, seed=seed) for seed, size in enumerate(sizes.values())
+    )
+    inputs = (q, k, v, -decay.exp() * strength)
+    return [x.to(case[name]) for name, x in zip(sizes, inputs, strict=True)]
+
+
+def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     """Three chunks: one of mild decays, one with the start of a document, and one of steep decays."""
-    inputs = [sample(1, 150, 2, 20, device=device, seed=seed) for seed in range(4)]
-    inputs.append(sample(1, 2, 20, 20, device=device, seed=4))
-    documents = (torch.arange(150, device=device) >= 100).to(torch.int32)[None].contiguous()
-    steepness = torch.where(torch.arange(150, device=device) < 128, 0.1, 20.0)[:, None, None]
+    length = 144
+    strength = torch.where(torch.arange(length, device=device) < 128, 0.1, 20.0)[:, None, None]
+    documents = documents_of(case, length, device)
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
-        decay = -g.exp() * steepness
-        return run_scan(_Kernels(0.5), (q, k, v.bfloat16(), decay, documents), initial_state=first)
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor | None = None) -> ScanOutput:
+        options: dict[str, Any] = {"scale": 0.5, "initial_state": first, "document_ids": documents}
+        return _compiled_scan(q, k, v, g, **options, state_gradient=case["state_gradient"])
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor) -> ScanOutput:
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor | None = None) -> ScanOutput:
         return vector_decay_scan_reference(
-            q, k, v, -g.exp() * steepness, scale=0.5, initial_state=first, document_ids=documents, chunk_size=16
+            q, k, v, g, scale=0.5, initial_state=first, document_ids=documents, chunk_size=16
         )
 
-    return compare(kernel, reference, inputs)
+    inputs = [*_samples(case, length, strength, device), *initial_state_of(case, device)]
+    return compare(kernel, reference, inputs, differentiable=differentiable(case))
 
 
-def _shards_self_test(backend: Compiled, device: str) -> str:
-    def kernel(shard: SequenceShard, documents: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> ScanOutput:
-        return run_scan(_Kernels(0.5), (q, k, v.bfloat16(), -0.05 * g.exp(), documents), shard=shard)
+def _shards_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    def kernel(shard: SequenceShard, documents: Tensor | None, *x: Tensor) -> ScanOutput:
+        return _compiled_scan(*x, scale=0.5, document_ids=documents, shard=shard)
 
-    def reference(documents: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> ScanOutput:
-        decay = -0.05 * g.exp()
-        return vector_decay_scan_reference(q, k, v, decay, scale=0.5, document_ids=documents, chunk_size=16)
+    def reference(documents: Tensor | None, *x: Tensor) -> ScanOutput:
+        return vector_decay_scan_reference(*x, scale=0.5, document_ids=documents, chunk_size=16)
 
-    return compare_shards(kernel, reference, [sample(1, 300, 2, 20, device=device, seed=seed) for seed in range(4)])
+    return compare_shards(kernel, reference, _samples(case, TOKENS, 0.05, device), case)
 
 
 backends.register("vector_decay_scan", ("triton",), _self_test)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,8 +13,8 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
-from megalin.ops.dispatch.operands import check_operands
-from megalin.ops.dispatch.self_test import sample
+from megalin.ops.dispatch.operands import check_operands, static
+from megalin.ops.dispatch.self_test import bound_of, compare, few, sample
 from megalin.ops.scans.driver import ScanOutput
 
 MAX_KEY_DIM = 256
@@ -43,12 +47,13 @@ def vector_decay_step(
         OperandError: mismatched shapes, kinds or devices.
     """
     operands = {"v": (v, "BHV"), "q": (q, "BhK"), "k": (k, "BhK"), "log_decay": (log_decay, "BHk")}
-    check_operands("vector_decay_step", operands | {"state": (state, "BHKV")})
+    case = check_operands("vector_decay_step", operands | {"state": (state, "BHKV")}, "HKV")
+    case = (*case, ("key_heads", static(k.shape[1])), ("decays", static(log_decay.shape[2])))
     tensors = (q, k, v, log_decay, state)
     unsupported = unsupported_vectors(*tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         unsupported = "tensors that need gradients"
-    if backends.choose("vector_decay_step", backend, v.device.type, unsupported) == "reference":
+    if backends.choose("vector_decay_step", backend, v.device.type, unsupported, case=case) == "reference":
         return vector_decay_step_reference(q, k, v, log_decay, state, scale=scale)
     q, k, log_decay = (x.expand(*state.shape[:3]) for x in (q, k, log_decay))
     if in_place and state.is_contiguous() and state.dtype == torch.float32:
@@ -85,12 +90,24 @@ def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, sca
     return kernels.step(q, k, v, log_decay, state, scale)
 
 
-def _step_self_test(backend: Compiled, device: str) -> str:
-    q, k, v, g = (sample(2, 3, 20, device=device, seed=seed) for seed in range(4))
-    inputs = (q, k, v, -g.exp(), sample(2, 3, 20, 20, device=device, seed=4))
-    truth, found = vector_decay_step_reference(*(x.double() for x in inputs), scale=0.5), _step(*inputs, 0.5)
-    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, truth, strict=True))
-    return "" if error <= 1e-5 else f"self-test: off by {error:.1e} (bound 1e-05)"
+def _step_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
+    heads, key = few(case["H"]), case["K"]
+    keys = (1 if case["key_heads"] == 1 else heads, key)
+    sizes = {"q": keys, "k": keys, "v": (heads, case["V"]), "log_decay": (heads, case["decays"])}
+    q, k, v, g = (sample(2, *size, device=device, seed=seed) for seed, size in enumerate(sizes.values()))
+    inputs = [x.to(case[name]) for name, x in zip(sizes, (q, k, v, -g.exp()), strict=True)]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, g = (x.expand(*state.shape[:3]) for x in (q, k, g))
+        return _step(q, k, v, g, state, 0.5)
+
+    return compare(
+        kernel,
+        partial(vector_decay_step_reference, scale=0.5),
+        [*inputs, sample(2, heads, key, case["V"], device=device, seed=4)],
+        bound=bound_of(case["v"]),
+        differentiable=0,
+    )
 
 
 backends.register("vector_decay_step", ("triton",), _step_self_test)

@@ -10,7 +10,7 @@ from megalin.errors import KernelError, OperandError
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step, gated_vector_step
 from megalin.ops.norms.srmsnorm import srmsnorm_reference
 from megalin.ops.positions.encodings import lrpe_cosine, lrpe_rotation
-from megalin.ops.scans.fixed_decay import decay_step_reference
+from megalin.ops.scans.fixed_decay_step import decay_step_reference
 from megalin.ops.scans.vector_decay_step import vector_decay_step_reference
 
 BATCH, HEADS, HEAD, WIDTH, EPS = 2, 3, 20, 36, 1e-2

@@ -68,7 +68,7 @@ def installing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callab
 
     def clear_choices() -> None:
         backend.decide.cache_clear()
-        backend._unavailable_reason.cache_clear()
+        backend._tested.clear()
 
     for name in _modules_of_apex():
         monkeypatch.delitem(sys.modules, name)  # the real apex, if imported

@@ -5,6 +5,7 @@ import logging
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from megalin._triton.dispatch import tuning
 
@@ -15,8 +16,8 @@ class Tile(NamedTuple):
 
 
 RECORDED = Tile(64, 8)
-SMALL, FAST, BROKEN = Tile(16, 4), Tile(32, 4), Tile(128, 8)
-MILLISECONDS = {SMALL: 3.0, FAST: 1.0}
+SMALL, FAST, BROKEN, WRONG = Tile(16, 4), Tile(32, 4), Tile(128, 8), Tile(64, 4)
+MILLISECONDS = {SMALL: 3.0, FAST: 1.0, WRONG: 0.5}
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def launches(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGALIN_CACHE", str(tmp_path / "new"))
     monkeypatch.delenv("MEGALIN_TUNE", raising=False)
     monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(tuning, "_rejected", set())
     monkeypatch.setattr(tuning, "current_gpu", lambda: "a GPU 8.6 triton 3.6.0")
     monkeypatch.setattr(tuning, "milliseconds", milliseconds)
     monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -42,6 +44,7 @@ def choose(launches, shape="128", candidates=(SMALL, BROKEN, FAST)):
         launches.append(tile)
         if tile == BROKEN:
             raise RuntimeError("out of resource: shared memory")
+        return torch.ones(100) - 0.2 * (tile == WRONG)
 
     return tuning.choose("scan", shape, RECORDED, candidates, launch)
 
@@ -100,6 +103,26 @@ def test_a_folder_that_cannot_be_written_is_reported(launches, caplog, monkeypat
     with caplog.at_level(logging.WARNING):
         assert choose(launches) == FAST
     assert "tuned again at the next start" in caplog.text
+
+
+def test_a_candidate_with_another_result_than_the_first_is_left_out(launches, caplog):
+    assert choose(launches, candidates=(SMALL, WRONG, FAST)) == FAST
+    assert "candidate Tile(chunk=64, warps=4) is off by 2.0e-01; it is left out" in caplog.text
+
+
+def test_a_self_test_searches_nothing_and_a_configuration_that_fails_it_is_not_chosen_again(launches, caplog):
+    with tuning.without_search():
+        assert choose(launches) == SMALL
+        assert not tuning.reject("scan")
+    assert launches == []
+    assert choose(launches) == FAST
+    restart()
+    with tuning.without_search():
+        assert choose(launches) == FAST
+        assert not tuning.reject("another kernel")
+        assert tuning.reject("scan")
+        assert choose(launches) == SMALL
+    assert "scan 128: configuration Tile(chunk=32, warps=4) fails the self-test; the next one is taken" in caplog.text
 
 
 def test_tuning_can_be_turned_off(launches, monkeypatch):

@@ -13,8 +13,8 @@ from megalin.ops.scans.fixed_decay import (
     decay_scan_flops,
     decay_scan_parallel,
     decay_scan_recurrent,
-    decay_step,
 )
+from megalin.ops.scans.fixed_decay_step import decay_step
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
 
 BATCH, HEADS, KEY, VALUE = 2, 3, 6, 4

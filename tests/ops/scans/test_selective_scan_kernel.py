@@ -58,7 +58,7 @@ def compare(inputs: Tensors, documents: Tensor | None = None) -> None:
 def _kernels(request, monkeypatch):
     """Skips self-tests, which take longer in the interpreter than most tests of this file, and have one."""
     if request.node.name != "test_unsupported_arguments_are_refused":
-        monkeypatch.setattr(backends, "choose", lambda *_: "triton")
+        monkeypatch.setattr(backends, "choose", lambda *_, **__: "triton")
 
 
 def token_by_token(**x: Any) -> ScanOutput:
@@ -163,16 +163,6 @@ def test_another_document_does_not_move_a_bit():
         for name, tensor in found[0].items():
             assert torch.equal(tensor, found[1][name]), name
         assert not any(found[0][f"gradient.{name}"][:, :30].any() for name in TOKENS)
-
-
-@slow
-def test_the_self_tests_pass_and_find_a_lost_state_exchange(monkeypatch):
-    assert module._self_test("triton", "cpu") == ""
-    assert module._shards_self_test("triton", "cpu") == ""
-    for method in ("entering", "leaving_gradient"):
-        with monkeypatch.context() as changed:
-            changed.setattr(SingleProcessExchange, method, lambda self, x, transition, documents: torch.zeros_like(x))
-            assert "is off by" in module._shards_self_test("triton", "cpu"), method
 
 
 @pytest.mark.parametrize("sharded", [pytest.param(False, marks=slow), True], ids=["full", "shards"])
