@@ -16,7 +16,6 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -73,7 +72,7 @@ def _machine(backend: str) -> dict[str, str]:
     """The part of the key that is the same for all ops: GPU, driver, versions, and a hash of the source."""
     return {
         "gpu": f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}",
-        "driver": f"{_driver()} CUDA {cast(Any, torch._C)._cuda_getDriverVersion()}",
+        "driver": f"{_driver()} CUDA {torch.version.cuda}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "triton": importlib.import_module("triton").__version__ if backend == "triton" else "",
         "source": _source_digest(backend),
