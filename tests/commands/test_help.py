@@ -141,7 +141,7 @@ def test_choices_are_those_of_the_library():
     from megalin.evaluation.tasks.mqar import MQAR_SETTINGS
     from megalin.interop.weights.layouts import FORMATS
     from megalin.planner.hardware import HARDWARE
-    from megalin.train.build import COMPUTE_DTYPES
+    from megalin.train.compute_dtypes import COMPUTE_DTYPES
 
     assert tuple(sorted(COMPUTE_DTYPES)) == choices.DTYPES
     assert choices.SPLITS == SPLITS
