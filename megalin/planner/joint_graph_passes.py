@@ -1,6 +1,8 @@
-"""Removal of operations without effect from a joint graph, as inductor's passes on joint graphs remove them."""
+"""Passes on a joint graph: those of inductor and of torch's partitioner that change the cost of a block."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -17,6 +19,7 @@ _COPIES = {
     _CONVERT,
 }
 """Operations that return their input's values where dtype, shape and strides are the same."""
+_UNINITIALIZED = {aten.empty.memory_format}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -36,6 +39,34 @@ def simplify(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node._erased and node.target is _CONVERT:
             _convert_once(node)
+
+
+def merge_equal_operations(graph: Graph) -> None:
+    """Common subexpression elimination, except of outputs. That of torch's partitioner imports all of inductor."""
+    graph.eliminate_dead_code()
+    outputs = {_storage(node) for node in graph.output_node().all_input_nodes}
+    known: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _storage(node) in outputs or node.target in _UNINITIALIZED:
+            continue
+        same = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+        if same is not node:
+            _replace(node, same)
+
+
+def _storage(node: Node) -> int | None:
+    """Identity of the storage of a node's tensor; None for an operation of several tensors."""
+    value = node.meta["val"]
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _key(argument: Any) -> Any:
+    """Hashable form of arguments; 1, 1.0 and True are different."""
+    if isinstance(argument, tuple | list):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in argument.items())
+    return type(argument), argument
 
 
 def _cancel(node: Node) -> None:

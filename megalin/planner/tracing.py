@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.fx import Graph
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalin.layers.mixers.base import FullPrecision
 from megalin.planner.graph_cost import CollectiveCost, collective_costs, graph_cost, is_kernel
 from megalin.planner.joint_graph import JointGraph, record_joint_graph
-from megalin.planner.joint_graph_passes import simplify
+from megalin.planner.joint_graph_passes import merge_equal_operations, simplify
 
 
 class RunCost(NamedTuple):
@@ -126,6 +127,7 @@ def trace_compiled(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor
     the fusion of operations is taken into account."""
     joint = record_joint_graph(module, run, x)
     simplify(joint.graph)
+    merge_equal_operations(joint.graph)
     forward, backward = _partition(joint)
     saved = _SavedTensors(module)
     for node in forward.output_node().args[0][1:]:  # type: ignore[index, union-attr]
@@ -146,7 +148,7 @@ def _partition(joint: JointGraph) -> tuple[Graph, Graph]:
 
     inputs = [node.name for node in joint.graph.find_nodes(op="placeholder")]
     parameters = [index for index, name in enumerate(inputs) if name in joint.parameters]
-    with _use_lazy_graph_module(True):  # the graphs are not run
+    with _use_lazy_graph_module(True), functorch_config.patch(cse=False):  # the graphs are not run, and have no equals
         module = _make_graph_module(nn.Module(), joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             module, None, num_fwd_outputs=1, static_lifetime_input_indices=parameters
