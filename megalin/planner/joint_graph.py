@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megalin.ops.dispatch.backend import assume_kernels
@@ -99,10 +98,12 @@ class _Recorder(TorchDispatchMode):
         return node
 
     def node_of(self, value: Any) -> Any:
-        """The node of a tensor, a new input for an unknown one; any other argument itself."""
-        if not isinstance(value, Tensor):
-            return value
-        return self._nodes.get(id(value)) or self.add_input(value)
+        """Arguments with each tensor's node in its place, a new input for an unknown tensor."""
+        if isinstance(value, Tensor):
+            return self._nodes.get(id(value)) or self.add_input(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self.node_of, value))
+        return {name: self.node_of(each) for name, each in value.items()} if isinstance(value, dict) else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         if func in _SAME_VALUE:
             self._bind(result, self.node_of(args[0]))
             return result
-        node = self._call(func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs), result)
+        node = self._call(func, self.node_of(args), self.node_of(kwargs), result)
         if isinstance(result, tuple | list):
             for index, value in enumerate(result):
                 if isinstance(value, Tensor):

@@ -61,11 +61,9 @@ class _CostCounter(TorchDispatchMode):
             return func(*args)
         result = func(*args, **(kwargs or {}))
         self.collectives += collective_costs(func, args, kwargs or {}, lambda value: value)
-        made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
-        new = [value for value in made if self._track(value)]
+        new = [value for value in _tensors(result) if self._track(value)]
         if new and is_kernel(func):
-            read = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            self.moved += sum(map(_bytes, [*read, *new]))
+            self.moved += sum(map(_bytes, [*_tensors(args), *_tensors(kwargs), *new]))
         return result
 
     def _track(self, value: Tensor) -> bool:
@@ -83,6 +81,15 @@ class _CostCounter(TorchDispatchMode):
         self.live += size
         self.peak = max(self.peak, self.live)
         return True
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def _bytes(value: Tensor) -> int:

@@ -10,8 +10,8 @@ from megalin.planner.block_traces import trace_model
 from megalin.planner.workload import Workload
 from tests.planner.compile_front_end import front_end_trace
 
-CASES = {"tnl-1b": ParallelConfig(tp=2, sequence_parallel=True), "rodimus-1.3b": ParallelConfig(cp=3)}
-"""Async tensor parallelism; a checkpoint in a mixer, and a convolution that reads the former rank's tokens."""
+CASES = {"transformerpp-350m": ParallelConfig(), "rodimus-1.3b": ParallelConfig(cp=3)}
+"""Copies and equal operations; a checkpoint in a mixer, and a convolution that reads the former rank's tokens."""
 PRESETS = (
     "tnl-1b",
     "transnormerllm-1b-mix",
