@@ -36,7 +36,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.process_group import compute_device
 from megalin.terminal_output import exit_code
-from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 MODES = ("eager", "graph")

@@ -51,7 +51,7 @@ from megalin.ops.dispatch import backend
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.terminal_output import exit_code
-from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.hardware import peak_memory_bytes
 

@@ -18,7 +18,7 @@ from megalin.model.config import AnyModelConfig, ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.model.presets import preset_families, preset_names
 from megalin.parallel.initialisation import init_weights
-from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config_file import CONFIG_NAME
 from megalin.train.open_run import open_run
 

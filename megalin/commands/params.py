@@ -6,17 +6,19 @@ import argparse
 import json
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from megalin.commands.base import read_values
 from megalin.errors import ConfigError
-from megalin.model.config import parse_model
-from megalin.model.counts import Counts, count_config
+from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import load_preset, preset_families, preset_names
 from megalin.terminal_output import terminal
+
+if TYPE_CHECKING:
+    from megalin.model.counts import Counts
 
 DEFAULT_LENGTH = 8192
 """Tokens per sequence of a preset."""
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     values = read_values(arguments.model, arguments.overrides, keys=["model.*"])
     length = length or _length_of(values) or DEFAULT_LENGTH
-    counted = count_config(parse_model(values["model"], arguments.model), length)
+    counted = _count(parse_model(values["model"], arguments.model), length)
     if arguments.json:
         print(json.dumps(_object(arguments.model, counted, length)))
         return 0
@@ -49,6 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model in preset_names():
         print(load_preset(arguments.model).note)
     return 0
+
+
+def _count(model: AnyModelConfig, length: int) -> Counts:
+    from megalin.model.counts import count_config  # imports torch, which an error above needs not wait for
+
+    return count_config(model, length)
 
 
 def _length_of(values: dict[str, Any]) -> int | None:
@@ -70,7 +78,7 @@ def _object(name: str, counted: Counts, length: int) -> dict[str, Any]:
 def _print_presets(length: int, *, as_json: bool) -> None:
     """Prints all presets, family by family, counted as one model is."""
     found = [
-        (family, preset, count_config(preset.model, length))
+        (family, preset, _count(preset.model, length))
         for family, names in preset_families().items()
         for preset in map(load_preset, names)
     ]

@@ -33,7 +33,8 @@ from megalin.model.language_model import LanguageModel
 from megalin.parallel.agreement import on_every_rank, on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
+from megalin.train.build import TrainedModel, build_model
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.open_run import Steps, open_run, selected_steps
 from megalin.train.pipeline_model import Pipeline

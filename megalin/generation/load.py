@@ -19,7 +19,7 @@ from megalin.model.config import EncoderConfig, ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.tensor_parallel import TensorParallel
-from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig, TrainConfig
 from megalin.train.open_run import open_run
 

@@ -27,7 +27,8 @@ from megalin.model.build import Model
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.train.build import COMPUTE_DTYPES, build_model
+from megalin.train.build import build_model
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.open_run import open_run
 from megalin.train.pipeline_model import Pipeline

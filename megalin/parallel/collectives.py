@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,6 +50,9 @@ them dropped without a wait, ended in a segmentation fault (torch 2.13), and the
 def _launch(op: str, x: Tensor, axis: Axis, collective: Callable[[], Tensor]) -> Tensor:
     """Launches a collective on `x`, and waits for it on synchronous devices. The heartbeat records it, except in a
     compiled graph, whose block it records."""
+    if x.is_meta:  # a trace without values: torch then returns a plain tensor, not one that waits at its first use
+        with enable_python_dispatcher():
+            return wait_tensor(collective())
     if torch.compiler.is_compiling():
         return _wait_at_once(collective(), x)
     heartbeat = current()

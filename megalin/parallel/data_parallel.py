@@ -18,6 +18,7 @@ from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.shard_dim import shard_dim
 from megalin.parallel.tensor_parallel import local
 
 
@@ -130,16 +131,6 @@ class _SumOfOneRank(DefaultReduceScatter):
         collected, self._collected = self._collected, None
         assert (*collected.shape, collected.dtype) == (*size, dtype), (collected.shape, size)
         return collected
-
-
-def shard_dim(shape: tuple[int, ...], size: int) -> int:
-    """Dimension 0 if `size` divides it, else the last one that it divides, else 0 (which alone may be uneven).
-
-    Along other dimensions than 0 FSDP copies weights to another layout when it gathers them, and gradients when it
-    reduces them; dimension 0 of a fused [parts, out, in] parameter would give nothing to ranks beyond its parts.
-    """
-    divided = [dim for dim, length in enumerate(shape) if length % size == 0]
-    return divided[-1] if divided and divided[0] > 0 else 0
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megalin.parallel.collectives import wait_tensor
-from megalin.parallel.data_parallel import shard_dim
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.shard_dim import shard_dim
 from megalin.parallel.tensor_parallel import local
 
 

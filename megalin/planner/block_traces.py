@@ -12,6 +12,7 @@ from megalin.layers.mixers.base import MixerContext, SequenceContext
 from megalin.model.block import Block
 from megalin.model.config import BlockConfig
 from megalin.model.language_model import LanguageModel
+from megalin.ops.dispatch.backend import assume_kernels
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.linear_cross_entropy import chunk_rows
 from megalin.parallel.config import ParallelConfig
@@ -20,7 +21,7 @@ from megalin.parallel.float8_layers import enable_float8
 from megalin.parallel.mesh import Mesh
 from megalin.planner.graph_cost import COPY, CollectiveCost
 from megalin.planner.hardware import GPUS_PER_HOST
-from megalin.planner.tracing import RunCost, fake_execution, materialize, trace, trace_compiled
+from megalin.planner.tracing import RunCost, materialize, trace, trace_compiled
 from megalin.planner.workload import Workload, one_of_each
 
 
@@ -57,7 +58,7 @@ def uses_async_tp(parallel: ParallelConfig) -> bool:
 
 
 def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: int) -> Trace:
-    """Traces one block of each entry of `layers`, the embedding and the head on fake tensors.
+    """Traces one block of each entry of `layers`, the embedding and the head on meta.
 
     Args:
         parallel: only tp, cp, their collectives and sequence parallelism are read.
@@ -69,14 +70,15 @@ def trace_model(workload: Workload, parallel: ParallelConfig, micro_batch_size: 
         model = LanguageModel(one_of_each(workload.model), mesh.tp, cp=mesh.cp)
         if workload.float8 is not None:
             enable_float8(model, model.block_list(), workload.float8)
-        with fake_execution():
+        with assume_kernels():
             materialize(model, workload.dtype)
             return _trace(workload, model, mesh, micro_batch_size)
 
 
-def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> Trace:
+def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int, *, device: str = "meta") -> Trace:
+    """Traces a model in the dtypes of its computation; `device` is another one only in tests."""
     config, dtype, length = workload.model, workload.dtype, workload.length // mesh.cp.size
-    tokens = torch.zeros(batch, length, dtype=torch.int64)
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device=device)
 
     # One document per sequence: packing adds an id per token, too little to matter. A backward frees the graph of the
     # tensors that mixers share, so each block gets its own context.
@@ -86,7 +88,7 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
 
     wide = compute_dtype(torch.empty(0, dtype=dtype)) if config.residual_dtype == "float32" else dtype
     num_shards = mesh.tp.size if mesh.tp.sequence_parallel else 1
-    hidden_states = partial(torch.empty, batch, length // num_shards, config.hidden_size, dtype=wide)
+    hidden_states = partial(torch.empty, batch, length // num_shards, config.hidden_size, dtype=wide, device=device)
     names = {axis.group_name: axis.name for axis in (mesh.tp.axis, mesh.cp.axis) if axis.size > 1}
     if mesh.tp.buffers is not None:
         names[mesh.tp.buffers.name] = mesh.tp.axis.name
@@ -105,7 +107,7 @@ def _trace(workload: Workload, model: LanguageModel, mesh: Mesh, batch: int) -> 
         lambda zero: model.apply_input_layers(
             model.embedding.embed(tokens) * config.embedding_scale + zero.to(dtype), new_context(), None
         )[0],
-        torch.empty(1, requires_grad=True),
+        torch.empty(1, requires_grad=True, device=device),
     )
     exit_ = trace(model, lambda x: mesh.tp.enter(model.norm(x).to(dtype)), hidden_states(requires_grad=True))
     table = (model.embedding if model.head is None else model.head).weight

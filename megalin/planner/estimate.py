@@ -19,7 +19,7 @@ from megalin.planner.block_traces import Trace, extrapolate, kinds, scaled_cost,
 from megalin.planner.hardware import Hardware
 from megalin.planner.memory import Memory, stage_memory
 from megalin.planner.parameters import StageParameters, merge_stages, stage_parameters
-from megalin.planner.step_time import MicroBatchWork, Sent, StepTime, step_time
+from megalin.planner.step_time import MicroBatchTraffic, MicroBatchWork, Sent, StepTime, micro_batch_traffic, step_time
 from megalin.planner.workload import ParallelLayout, Workload
 
 
@@ -63,6 +63,16 @@ class _OwnBlocks(NamedTuple):
     """Part of a block counts by its fraction of the operations."""
 
 
+class _Ranks(NamedTuple):
+    """The ranks of a pipeline."""
+
+    parameters: list[StageParameters]
+    critical: list[int]
+    """Ranks that can be the largest or slowest."""
+    model_state_bytes: int
+    """Of the rank with most."""
+
+
 class _Operations(NamedTuple):
     """Forward operations per token of a sub-layer."""
 
@@ -91,32 +101,32 @@ class Estimator:
         self.workload, self.hardware, self.on_estimate = workload, hardware, on_estimate
         self.partitions: dict[tuple[int, int], list[range]] = {(1, 1): [range(workload.model.num_sublayers)]}
         self._kinds = kinds(workload.model.layers)
-        self._modules: dict[tuple[int, int, int], list[LanguageModel]] = {}
-        self._parameters: dict[tuple[int, int, int, int], list[StageParameters]] = {}
+        self._modules: dict[tuple[object, ...], LanguageModel] = {}
+        self._ranks: dict[tuple[int, int, int, int], _Ranks] = {}
+        self._traffic: dict[tuple[object, ...], MicroBatchTraffic] = {}
         self._traces: dict[tuple[object, ...], Trace] = {}
         self._own: dict[tuple[int, int, int], _OwnBlocks] = {}
 
     def model_state_bytes(self, layout: ParallelLayout) -> int:
         """Sharded fp32 weights, gradients, both moments and the state of update hooks, of the rank with most: a lower
         bound of every step."""
-        shards = [parameters.shard for parameters in self.parameters(layout)]
-        return max(16 * shard + self.workload.hook_bytes(shard) for shard in shards)
+        return self._ranks_of(layout).model_state_bytes
 
     def estimate(self, layout: ParallelLayout, *, refined: bool) -> Estimate:
         """Estimates `layout`: `refined` from a trace of its own micro-batch, compiled if the workload is; if not, from
         eager traces of one and two samples, which is faster."""
         itemsize, parallel = self.workload.dtype.itemsize, layout.parallel
         memories, times = [], []
-        by_rank = self.parameters(layout)
-        for rank in _critical_ranks(by_rank):
-            own, stage = self._own_blocks(parallel, rank), by_rank[rank]
+        ranks = self._ranks_of(layout)
+        for rank in ranks.critical:
+            own, stage = self._own_blocks(parallel, rank), ranks.parameters[rank]
             trace = self._own_trace(layout, own.distinct, refined=refined)
             hook_bytes = self.workload.hook_bytes(stage.shard)
             memories.append(
                 stage_memory(stage, trace, own.kinds, layout, rank=rank, itemsize=itemsize, hook_bytes=hook_bytes)
             )
-            work = self._work(layout, own, rank)
-            times.append(step_time(work, stage, trace, own.kinds, layout, self.hardware, rank=rank, itemsize=itemsize))
+            work, traffic = self._work(layout, own, rank), self._traffic_of(layout, trace, own, rank, refined=refined)
+            times.append(step_time(work, stage, traffic, layout, self.hardware, itemsize=itemsize))
         time, sent = max(times, key=lambda each: each[0].total)
         tokens = self.workload.global_batch_size * self.workload.length
         memory = max(memories, key=lambda each: each.total)
@@ -125,15 +135,21 @@ class Estimator:
 
     def parameters(self, layout: ParallelLayout) -> list[StageParameters]:
         """Parameter counts of each rank of the pipeline."""
+        return self._ranks_of(layout).parameters
+
+    def _ranks_of(self, layout: ParallelLayout) -> _Ranks:
         parallel = layout.parallel
         key = (parallel.tp, parallel.pp, parallel.pp_stages_per_rank, layout.shard)
-        if key not in self._parameters:
+        if key not in self._ranks:
             stages = self._stages(parallel.tp, parallel.pp, parallel.pp * parallel.pp_stages_per_rank)
-            self._parameters[key] = [
-                merge_stages([stage_parameters(stage, layout.shard) for stage in stages[rank :: parallel.pp]])
-                for rank in range(parallel.pp)
+            counted = {stage: stage_parameters(stage, layout.shard) for stage in dict.fromkeys(stages)}
+            parameters = [
+                merge_stages([counted[stage] for stage in stages[rank :: parallel.pp]]) for rank in range(parallel.pp)
             ]
-        return self._parameters[key]
+            shards = {each.shard for each in parameters}
+            states = max(16 * shard + self.workload.hook_bytes(shard) for shard in shards)
+            self._ranks[key] = _Ranks(parameters, _critical_ranks(parameters), states)
+        return self._ranks[key]
 
     def partition(self, num_ranks: int, num_stages: int) -> list[range]:
         """Sub-layers of each stage. Raises ConfigError if the model has too few sub-layers that can end a stage."""
@@ -144,27 +160,33 @@ class Estimator:
         return self.partitions[num_ranks, num_stages]
 
     def _stages(self, tp: int, num_ranks: int, num_stages: int) -> list[LanguageModel]:
-        key = (tp, num_ranks, num_stages)
-        if key not in self._modules:
-            axis = LocalTensorParallel(Axis("tp", tp))
-            self._modules[key] = [
-                LanguageModel(self.workload.model, axis, stage=Stage(number, num_stages, sublayers))
-                for number, sublayers in enumerate(self.partition(num_ranks, num_stages))
-            ]
-        return self._modules[key]
+        """The stages on meta; those of equal blocks between the first and the last are one module."""
+        stages = []
+        for number, sublayers in enumerate(self.partition(num_ranks, num_stages)):
+            stage = Stage(number, num_stages, sublayers)
+            key = (tp, stage.is_first, stage.is_last, *self._parts(sublayers))
+            if key not in self._modules:
+                axis = LocalTensorParallel(Axis("tp", tp))
+                self._modules[key] = LanguageModel(self.workload.model, axis, stage=stage)
+            stages.append(self._modules[key])
+        return stages
+
+    def _parts(self, stage: range) -> list[_Part]:
+        """The blocks of a stage, each with its sub-layers in the stage."""
+        parts, start = [], 0
+        for kind in self._kinds:
+            end = start + len(self._operations[kind])
+            if own := range(max(start, stage.start), min(end, stage.stop)):
+                parts.append(_Part(kind, tuple(number - start for number in own)))
+            start = end
+        return parts
 
     def _own_blocks(self, parallel: ParallelConfig, rank: int) -> _OwnBlocks:
         """The rank's blocks, each with the sub-layers in the rank's stages."""
         key = (parallel.pp, parallel.pp_stages_per_rank, rank)
         if key not in self._own:
-            parts = []
-            for stage in self.partition(parallel.pp, parallel.pp * parallel.pp_stages_per_rank)[rank :: parallel.pp]:
-                start = 0
-                for kind in self._kinds:
-                    end = start + len(self._operations[kind])
-                    if own := range(max(start, stage.start), min(end, stage.stop)):
-                        parts.append(_Part(kind, tuple(number - start for number in own)))
-                    start = end
+            stages = self.partition(parallel.pp, parallel.pp * parallel.pp_stages_per_rank)[rank :: parallel.pp]
+            parts = [part for stage in stages for part in self._parts(stage)]
             distinct = tuple(dict.fromkeys(parts))
             each = [self._operations[part.kind][index] for part in parts for index in part.sublayers]
             attention, other, float8 = (sum(flops) for flops in zip(*each, strict=True))
@@ -222,6 +244,19 @@ class Estimator:
             tokens * own.float8_flops,
             0 if settings is None else 2 + settings.weight_gradient,
         )
+
+    def _traffic_of(
+        self, layout: ParallelLayout, trace: Trace, own: _OwnBlocks, rank: int, *, refined: bool
+    ) -> MicroBatchTraffic:
+        """Traffic of one of the rank's micro-batches, which ZeRO and the number of micro-batches do not change."""
+        parallel, recompute = layout.parallel, layout.recompute
+        axes = (*self._trace_key(parallel, refined=refined), parallel.pp, parallel.pp_stages_per_rank, rank)
+        key = (*axes, layout.micro_batch_size, recompute, refined)
+        if key not in self._traffic:
+            self._traffic[key] = micro_batch_traffic(
+                trace, own.kinds, parallel, self.hardware, recompute=recompute, rank=rank
+            )
+        return self._traffic[key]
 
     def _own_trace(self, layout: ParallelLayout, parts: tuple[_Part, ...], *, refined: bool) -> Trace:
         """The trace of a micro-batch with the costs of `parts` as its blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from megalin.parallel.p2p_copies import SLOTS
@@ -60,15 +61,22 @@ def stage_memory(
     before = (layout.in_flight(rank) - 1) * sum(saved) // layout.parallel.pp_stages_per_rank
     before += layout.in_flight(rank) * trace.entry.saved_bytes if rank == 0 else 0
     last = len(saved) - 1
-    # Within a run of equal blocks the memory changes evenly, so the peak is at one of its ends.
-    ends = [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]
-    peaks = [moments.at(b, before + sum(saved[: b + 1]), backward[b] - saved[b]) for b in ends]
+    peaks = [
+        moments.at(b, before + sum(saved[: b + 1]), backward[b] - saved[b]) for b in _ends_of_equal_runs(tuple(kinds))
+    ]
     if parameters.table:
         loss = max(trace.loss.forward_bytes, trace.loss.backward_bytes)
         kept = before + sum(saved) + trace.exit.saved_bytes
         peaks.append(moments.at(last, kept, loss, after_loss=False))
     peaks.append(moments.update())
     return max(peaks, key=lambda memory: memory.total)
+
+
+@cache
+def _ends_of_equal_runs(kinds: tuple[int, ...]) -> list[int]:
+    """Blocks at the ends of runs of equal ones: within a run the memory changes evenly, so the peak is at an end."""
+    last = len(kinds) - 1
+    return [b for b in range(last + 1) if b in (0, last) or len({*kinds[b - 1 : b + 2]}) > 1]
 
 
 def _block_costs(trace: Trace, kinds: list[int], layout: ParallelLayout) -> tuple[list[int], list[int]]:
@@ -96,21 +104,24 @@ class _StepMemory:
         self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
         self.optimizer = 2 * _FP32 * parameters.shard + hook_bytes
         self.symmetric_memory = _symmetric_memory_bytes(trace, layout)
+        self.zero = layout.zero
 
     def at(self, block: int, activations: int, working: int, *, after_loss: bool = True) -> Memory:
         """Memory during the backward of `block`; with `after_loss` False, before the backward of the last block."""
-        layout, blocks, rest = self.layout, self.parameters.blocks, self.parameters.rest
-        accumulating = layout.num_micro_batches > 1
-        done = blocks[block + 1 :] if after_loss else []
-        left = blocks[: len(blocks) - len(done)]
-        gradients = _FP32 * sum(unit.shard for unit in done)
-        if accumulating:
-            everywhere = [*left, rest, self.parameters.precise]
-            gradients += _FP32 * sum(unit.shard if layout.zero >= 2 else unit.whole for unit in everywhere)
+        layout, parameters, blocks = self.layout, self.parameters, self.parameters.blocks
+        left = block + 1 if after_loss else len(blocks)  # blocks whose backward has not ended
+        done_shards = parameters.first_shards[-1] - parameters.first_shards[left]
+        gradients = _FP32 * done_shards
+        if layout.num_micro_batches > 1:
+            gradients += _FP32 * (
+                parameters.shard - done_shards
+                if self.zero >= 2
+                else parameters.first_wholes[left] + parameters.rest.whole + parameters.precise.whole
+            )
         if after_loss and self.parameters.table:
             gradients += self.itemsize * self.parameters.table
         # A finished unit is reduced in fp32, in addition to its own gradients, while the next one runs.
-        reducing = max((self._reduced(unit) for unit in done[:1]), default=0)
+        reducing = self._reduced(blocks[left]) if left < len(blocks) else 0
         if layout.parallel.pp > 1:
             reducing += 4 * self.trace.hidden_bytes
         gathered = self._gathered(left)
@@ -140,10 +151,11 @@ class _StepMemory:
     def _reduced(self, unit: Elements) -> int:
         return (self.itemsize + _FP32) * unit.whole
 
-    def _gathered(self, left: list[Elements]) -> int:
+    def _gathered(self, left: int) -> int:
+        """Gathered weights while the first `left` blocks are needed."""
         always = self.itemsize * self.parameters.rest.whole + _FP32 * self.parameters.precise.whole
-        if self.layout.zero < 3:
-            return always + self.itemsize * sum(unit.whole for unit in left)
+        whole = self.parameters.first_wholes[left]
+        if self.zero < 3:
+            return always + self.itemsize * whole
         # The running block, the next one, and the all-gather output of the next one.
-        sizes = [unit.whole for unit in left]
-        return always + self.itemsize * min(3 * max(sizes, default=0), sum(sizes))
+        return always + self.itemsize * min(3 * self.parameters.largest_wholes[left], whole)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
 
 from megalin.model.language_model import LanguageModel
-from megalin.parallel.data_parallel import shard_dim
+from megalin.parallel.shard_dim import shard_dim
 
 
 class Elements(NamedTuple):
@@ -21,7 +24,8 @@ class Elements(NamedTuple):
     """Elements of a rank's shard; of the largest shard if they do not divide."""
 
 
-class StageParameters(NamedTuple):
+@dataclass(frozen=True)
+class StageParameters:
     """FSDP units of a stage, or of the whole model."""
 
     blocks: list[Elements]
@@ -35,15 +39,30 @@ class StageParameters(NamedTuple):
     table: int
     """Elements of the matrix that computes the logits; 0 where another stage has it."""
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements of the shards of all units."""
-        return sum(unit.shard for unit in [*self.blocks, self.rest, self.precise])
+        return self.first_shards[-1] + self.rest.shard + self.precise.shard
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Gathered elements of all units."""
-        return sum(unit.whole for unit in [*self.blocks, self.rest, self.precise])
+        return self.first_wholes[-1] + self.rest.whole + self.precise.whole
+
+    @cached_property
+    def first_shards(self) -> list[int]:
+        """Elements of the shards of the first b blocks, by b."""
+        return list(accumulate((unit.shard for unit in self.blocks), initial=0))
+
+    @cached_property
+    def first_wholes(self) -> list[int]:
+        """Gathered elements of the first b blocks, by b."""
+        return list(accumulate((unit.whole for unit in self.blocks), initial=0))
+
+    @cached_property
+    def largest_wholes(self) -> list[int]:
+        """Gathered elements of the largest of the first b blocks, by b."""
+        return list(accumulate((unit.whole for unit in self.blocks), max, initial=0))
 
 
 def stage_parameters(stage: LanguageModel, shard: int) -> StageParameters:

@@ -81,22 +81,52 @@ class Sent(NamedTuple):
     pp: int
 
 
+class MicroBatchTraffic(NamedTuple):
+    """Memory traffic and collectives of a pipeline rank for one micro-batch."""
+
+    moved_bytes: int
+    """Read and written by kernels other than matmuls, without recomputation."""
+    waited: float
+    """Seconds that matmuls wait for collectives."""
+    tp_bytes: int
+    """Sent over the tensor-parallel axis."""
+    cp_bytes: int
+    hidden_bytes: int
+    """Sent to the next stage."""
+
+
+def micro_batch_traffic(
+    trace: Trace, kinds: list[int], parallel: ParallelConfig, hardware: Hardware, *, recompute: bool, rank: int
+) -> MicroBatchTraffic:
+    """Traffic of a pipeline rank; of `parallel` only tp, cp and pp are read.
+
+    Args:
+        kinds: for each block of the stage, its index in the trace's blocks.
+        rank: on the pipeline axis; the first has the embedding and the input layers, the last the final norm.
+    """
+    again = int(recompute)
+    around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
+    moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
+    per_kind = [_traffic([*cost.forward * (1 + again), *cost.backward], parallel, hardware) for cost in trace.blocks]
+    traffic = [per_kind[kind] for kind in kinds]
+    traffic += [_traffic([*cost.forward, *cost.backward], parallel, hardware) for cost in around]
+    waited = sum((seconds for each in traffic for seconds in each.waits), start=0.0)
+    tp_bytes, cp_bytes = (sum(each.wire[axis] for each in traffic) for axis in ("tp", "cp"))
+    return MicroBatchTraffic(moved, waited, tp_bytes, cp_bytes, trace.hidden_bytes)
+
+
 def step_time(
     work: MicroBatchWork,
     parameters: StageParameters,
-    trace: Trace,
-    kinds: list[int],
+    traffic: MicroBatchTraffic,
     layout: ParallelLayout,
     hardware: Hardware,
     *,
-    rank: int,
     itemsize: int,
 ) -> tuple[StepTime, Sent]:
     """Step time and traffic of a pipeline rank; the slowest rank determines the run's.
 
     Args:
-        kinds: for each block of the stage, its index in the trace's blocks.
-        rank: on the pipeline axis; the first has the embedding and the input layers, the last the final norm.
         itemsize: bytes of the compute dtype.
     """
     count, parallel, again = layout.num_micro_batches, layout.parallel, int(layout.recompute)
@@ -104,15 +134,8 @@ def step_time(
     attention = work.attention_flops / (hardware.matrix_flops * ATTENTION_EFFICIENCY)
     matmuls = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
     matmuls -= (work.float8_passes + again) * work.float8_flops / matrix * (1 - 1 / FLOAT8_SPEEDUP)
-    around = [trace.entry] * (rank == 0) + [trace.exit] * (rank == parallel.pp - 1)
-    moved = sum(cost.moved_bytes for cost in [*(trace.blocks[kind] for kind in kinds), *around])
-    kernels = moved * (1 + again / 3) / memory
-    per_kind = [_traffic([*cost.forward * (1 + again), *cost.backward], parallel, hardware) for cost in trace.blocks]
-    traffic = [per_kind[kind] for kind in kinds]
-    traffic += [_traffic([*cost.forward, *cost.backward], parallel, hardware) for cost in around]
-    waited = sum((seconds for each in traffic for seconds in each.waits), start=0.0)
-    tp_bytes, cp_bytes = (count * sum(each.wire[axis] for each in traffic) for axis in ("tp", "cp"))
-    device = matmuls + kernels + waited
+    kernels = traffic.moved_bytes * (1 + again / 3) / memory
+    device = matmuls + kernels + traffic.waited
     host = max(0.0, HOST_SECONDS * work.num_blocks - device)
     data_bytes, gathers = _data_bytes(parameters, layout, itemsize)
     hidden = (device + host) * (count if layout.zero >= 2 else 1)
@@ -122,9 +145,9 @@ def step_time(
     exposed = max(rest / _bandwidth(hardware, data_span), sending - hidden)
     wait = (parallel.pp - 1) / parallel.pp_stages_per_rank * (device + host)
     update = (_UPDATE_BYTES + (_MAGNITUDE_BYTES if work.float8_passes else 0)) * parameters.shard / memory
-    time = StepTime(count * matmuls, count * kernels, count * waited, exposed, count * host, wait, update)
-    pp_bytes = 2 * count * trace.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
-    return time, Sent(tp_bytes, cp_bytes, data_bytes, pp_bytes)
+    time = StepTime(count * matmuls, count * kernels, count * traffic.waited, exposed, count * host, wait, update)
+    pp_bytes = 2 * count * traffic.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
+    return time, Sent(count * traffic.tp_bytes, count * traffic.cp_bytes, data_bytes, pp_bytes)
 
 
 class _Traffic(NamedTuple):

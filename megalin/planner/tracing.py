@@ -1,23 +1,22 @@
-"""Memory, memory traffic and collectives of one block, run on fake tensors with the kernels of a GPU."""
+"""Memory, memory traffic and collectives of one block, run on meta with the kernels of a GPU."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalin.layers.mixers.base import FullPrecision
-from megalin.ops.dispatch.backend import assume_kernels
-from megalin.planner.graph_cost import CollectiveCost, GraphCost, collective_costs, graph_cost, is_kernel
+from megalin.planner.graph_cost import CollectiveCost, collective_costs, graph_cost, is_kernel
+from megalin.planner.joint_graph import JointGraph, record_joint_graph
+from megalin.planner.joint_graph_passes import merge_equal_operations, simplify
 
 
 class RunCost(NamedTuple):
@@ -35,22 +34,12 @@ class RunCost(NamedTuple):
     """Collectives of the backward."""
 
 
-@contextmanager
-def fake_execution() -> Iterator[None]:
-    """Context in which tensors have no values and ops choose the kernels of a GPU."""
-    with assume_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
 def materialize(module: nn.Module, dtype: torch.dtype) -> None:
-    """Allocates a module on meta on the device of the trace, in the compute dtypes of FSDP: `dtype`, and fp32
-    in `FullPrecision` modules."""
+    """Gives a module on meta the compute dtypes of FSDP: `dtype`, and fp32 in `FullPrecision` modules."""
     for submodule in module.modules():
         own = torch.promote_types(dtype, torch.float32) if isinstance(submodule, FullPrecision) else dtype
         for name, parameter in submodule.named_parameters(recurse=False):
-            submodule.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=own)))
-        for name, buffer in submodule.named_buffers(recurse=False):
-            submodule.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
+            submodule.register_parameter(name, nn.Parameter(parameter.to(own)))
 
 
 class _CostCounter(TorchDispatchMode):
@@ -62,16 +51,19 @@ class _CostCounter(TorchDispatchMode):
         self.collectives: list[CollectiveCost] = []
         self._known: dict[int, weakref.ref[Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: no wrapper around each operation, which torch would import dynamo for."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # every read of `.device`: most calls, and no operation
             return func(*args)
         result = func(*args, **(kwargs or {}))
         self.collectives += collective_costs(func, args, kwargs or {}, lambda value: value)
-        made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
-        new = [value for value in made if self._track(value)]
+        new = [value for value in _tensors(result) if self._track(value)]
         if new and is_kernel(func):
-            read = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            self.moved += sum(map(_bytes, [*read, *new]))
+            self.moved += sum(map(_bytes, [*_tensors(args), *_tensors(kwargs), *new]))
         return result
 
     def _track(self, value: Tensor) -> bool:
@@ -89,6 +81,15 @@ class _CostCounter(TorchDispatchMode):
         self.live += size
         self.peak = max(self.peak, self.live)
         return True
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def _bytes(value: Tensor) -> int:
@@ -129,39 +130,34 @@ def trace(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> RunC
 
 
 def trace_compiled(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> RunCost:
-    """Like `trace`, for a compiled `module` that `run` calls once: inductor's front end splits it into a forward and a
-    backward graph, whose fusion is taken into account."""
-    from torch._inductor.compile_fx import compile_fx  # slow import: seconds
-
+    """Like `trace`, for a compiled `module`: inductor's partitioner splits the joint graph of forward and backward, and
+    the fusion of operations is taken into account."""
+    joint = record_joint_graph(module, run, x)
+    simplify(joint.graph)
+    merge_equal_operations(joint.graph)
+    forward, backward = _partition(joint)
     saved = _SavedTensors(module)
-    costs: list[GraphCost] = []
-    parameters: set[str] = set()
-
-    def count(graph: GraphModule, inputs: Any, *, is_backward: bool = False, **options: Any) -> Callable[[Any], Any]:
-        if not is_backward:
-            names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-            parameters.update(names[index] for index in options.get("static_input_idxs", ()))
-        costs.append(graph_cost(graph.graph, parameters))
-
-        def call(arguments: list[Any]) -> Any:
-            return graph(*arguments)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    torch._dynamo.reset()  # otherwise a layer of another size counts as a recompilation of the same code
-    inner: Any = count  # torch's annotation is stricter than its use
-    front_end = partial(compile_fx, inner_compile=inner)
-    module.compile(backend=front_end, fullgraph=True, dynamic=False)
-    with functorch_config.patch(enable_autograd_cache=False):
-        with saved.hooks():
-            y = run(x)
-        torch.autograd.backward(y, torch.empty_like(y))
-    forward, backward = costs
+    for node in forward.output_node().args[0][1:]:  # type: ignore[index, union-attr]
+        saved.pack(node.meta["val"])  # type: ignore[union-attr]
+    costs = graph_cost(forward, joint.parameters), graph_cost(backward, joint.parameters)
     return RunCost(
         sum(saved.bytes.values()),
-        backward.peak_bytes,
-        forward.moved_bytes + backward.moved_bytes,
-        forward.collectives,
-        backward.collectives,
+        costs[1].peak_bytes,
+        costs[0].moved_bytes + costs[1].moved_bytes,
+        costs[0].collectives,
+        costs[1].collectives,
     )
+
+
+def _partition(joint: JointGraph) -> tuple[Graph, Graph]:
+    """Forward graph, which returns y and the saved tensors, and backward graph."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # slow import: over a second
+
+    inputs = [node.name for node in joint.graph.find_nodes(op="placeholder")]
+    parameters = [index for index, name in enumerate(inputs) if name in joint.parameters]
+    with _use_lazy_graph_module(True), functorch_config.patch(cse=False):  # the graphs are not run, and have no equals
+        module = _make_graph_module(nn.Module(), joint.graph)
+        forward, backward = min_cut_rematerialization_partition(
+            module, None, num_fwd_outputs=1, static_lifetime_input_indices=parameters
+        )
+    return forward.graph, backward.graph

@@ -11,7 +11,7 @@ from megalin.model.config import ModelConfig
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Settings
 from megalin.planner.hardware import GPUS_PER_HOST
-from megalin.train.build import COMPUTE_DTYPES
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.float8 import float8_settings
 from megalin.train.update_hooks import UpdateHook

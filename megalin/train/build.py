@@ -16,9 +16,6 @@ from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.train.pipeline_model import Pipeline
 
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Compute dtypes of a run, by their name in its config."""
-
 OVERLAP_OPTIONS = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],

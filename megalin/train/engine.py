@@ -17,7 +17,8 @@ from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.parallel.compute_waits import ComputeWaits
 from megalin.parallel.data_parallel import measure_waits
 from megalin.parallel.mesh import Mesh
-from megalin.train.build import COMPUTE_DTYPES, TrainedModel, build_model
+from megalin.train.build import TrainedModel, build_model
+from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.float8 import check_float8_device, float8_settings, report_matmuls

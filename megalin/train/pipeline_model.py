@@ -18,7 +18,7 @@ from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.parallel.collectives import Axis
 from megalin.parallel.cross_entropy import TokenScores
 from megalin.parallel.mesh import Mesh
-from megalin.parallel.pipeline_parallel import HiddenStatesShape, forward_through, make_schedule
+from megalin.parallel.pipeline_schedules import HiddenStatesShape, forward_through, make_schedule
 from megalin.parallel.tensor_parallel import local
 
 

@@ -101,14 +101,15 @@ def test_no_command_imports_a_library_for_its_help():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 
-def _modules_after(*arguments: str) -> set[str]:
-    """The modules that are imported when a command has ended."""
+def _modules_after(*arguments: str, status: int = 0) -> set[str]:
+    """The modules that are imported when a command has ended with this exit code."""
     program = (
         "import contextlib, io, sys\nfrom megalin.__main__ import main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n    status = main(sys.argv[1:])\n"
         "print(*sys.modules, sep='\\n')\nsys.exit(status)"
     )
-    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
     return set(ended.stdout.split())
 
 
@@ -128,6 +129,10 @@ def test_models_are_counted_without_the_modules_of_a_run():
     assert not {*of_runs, "torch.distributed.checkpoint", "sympy", "matplotlib", "megalin.parallel.mesh"} & modules
 
 
+def test_an_unknown_preset_is_refused_without_torch():
+    assert "torch" not in _modules_after("params", "tnl-3bb", status=2)
+
+
 def test_choices_are_those_of_the_library():
     from megalin.commands.data.preprocess import TOKENIZERS
     from megalin.commands.eval import SUITES
@@ -141,7 +146,7 @@ def test_choices_are_those_of_the_library():
     from megalin.evaluation.tasks.mqar import MQAR_SETTINGS
     from megalin.interop.weights.layouts import FORMATS
     from megalin.planner.hardware import HARDWARE
-    from megalin.train.build import COMPUTE_DTYPES
+    from megalin.train.compute_dtypes import COMPUTE_DTYPES
 
     assert tuple(sorted(COMPUTE_DTYPES)) == choices.DTYPES
     assert choices.SPLITS == SPLITS

@@ -19,10 +19,10 @@ from megalin.parallel.data_parallel import (
     finish_backward,
     ordered_cuda_streams,
     prepare_backward,
-    shard_dim,
     shard_model,
 )
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.shard_dim import shard_dim
 from megalin.parallel.tensor_parallel import full_tensor, largest_magnitudes, local
 from tests.cases import HYBRID, build, make_inputs
 from tests.model.test_collective_counts import CollectiveRecorder

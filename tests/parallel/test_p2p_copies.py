@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules
 from megalin.__main__ import main
 from megalin.errors import ConfigError
 from megalin.model.pipeline_partition import interleaved_order
-from megalin.parallel import pipeline_parallel
+from megalin.parallel import pipeline_schedules
 from megalin.parallel.heartbeats import Heartbeat
 from megalin.parallel.p2p_copies import SLOTS, P2PChannels, open_channels
 from tests.model_runs import checkpoint_tensors, metrics, model_table, train_here, write_config
@@ -130,7 +130,7 @@ def train_with_channels(config: Path, folder: Path, *overrides: str) -> int:
         return batch_p2p(ops, *args, **options)
 
     with (
-        patch.object(pipeline_parallel, "open_channels", open_in_files),
+        patch.object(pipeline_schedules, "open_channels", open_in_files),
         patch.object(schedules, "_batch_p2p", counted),
     ):
         train_here(config, folder, *overrides)

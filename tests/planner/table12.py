@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
+from megalin.ops.dispatch.backend import assume_kernels
 from megalin.parallel.config import ParallelConfig
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import HARDWARE
 from megalin.planner.parameters import StageParameters
-from megalin.planner.tracing import RunCost, fake_execution, trace
+from megalin.planner.tracing import RunCost, trace
 from megalin.planner.workload import ParallelLayout, Workload
 
 Preset = Literal["transnormerllm-7b", "llama-7b"]
@@ -218,7 +219,7 @@ def _run(module: nn.Module, dtype: torch.dtype, batch: int) -> RunCost:
 @cache
 def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: Any, rounded: bool) -> RunCost:
     """Cost of a layer on one rank, from the planner's trace."""
-    with fake_execution():
+    with torch.device("meta"), assume_kernels():
         softmax = preset == "llama-7b"
         return _run(_SoftmaxLayer(tp, dtype) if softmax else _TransNormerLayer(tp, dtype, lrpe, rounded), dtype, batch)
 
@@ -226,7 +227,7 @@ def layer_cost(preset: Preset, tp: int, dtype: torch.dtype, batch: int, lrpe: An
 @cache
 def head_cost(tp: int, dtype: torch.dtype, batch: int, gathered: bool) -> RunCost:
     """Cost of the loss on one rank, from the planner's trace."""
-    with fake_execution():
+    with torch.device("meta"), assume_kernels():
         return _run(_Head(tp, dtype, gathered), dtype, batch)
 
 

@@ -13,7 +13,7 @@ from megalin.planner.hardware import COPY_EFFICIENCY, FLOAT8_SPEEDUP, HARDWARE, 
 from megalin.planner.memory import Memory
 from megalin.planner.parameters import Elements, StageParameters
 from megalin.planner.search import Limits, Plan, search
-from megalin.planner.step_time import MicroBatchWork, step_time
+from megalin.planner.step_time import MicroBatchWork, micro_batch_traffic, step_time
 from megalin.planner.tracing import RunCost
 from megalin.planner.workload import ParallelLayout, Workload
 from tests.cases import HYBRID
@@ -259,7 +259,14 @@ def test_embedding_and_last_norm_count_on_the_ranks_that_have_them():
     each = layout(ParallelConfig(tp=2, pp=3), dp=1, num_micro_batches=3)
     times, sent = zip(
         *(
-            step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, HARDWARE["h200"], rank=rank, itemsize=2)
+            step_time(
+                MicroBatchWork(0, 0, 0, 1),
+                nothing,
+                micro_batch_traffic(trace, [0], each.parallel, HARDWARE["h200"], recompute=False, rank=rank),
+                each,
+                HARDWARE["h200"],
+                itemsize=2,
+            )
             for rank in range(3)
         ),
         strict=True,
@@ -277,7 +284,8 @@ def test_a_copy_is_waited_for_as_far_as_matmuls_do_not_hide_it(overlapped):
     trace = Trace([block], RunCost(0, 0, 0, [], []), RunCost(0, 0, 0, [], []), LossCost(0, 0, 0), 0)
     nothing = StageParameters([], Elements(0, 0), Elements(0, 0), 0, 0)
     each = layout(ParallelConfig(tp=4, sequence_parallel=True), dp=1, num_micro_batches=1)
-    time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, trace, [0], each, hardware, rank=0, itemsize=2)
+    traffic = micro_batch_traffic(trace, [0], each.parallel, hardware, recompute=False, rank=0)
+    time, sent = step_time(MicroBatchWork(0, 0, 0, 1), nothing, traffic, each, hardware, itemsize=2)
     assert sent.tp == hidden_bytes * 3 // 4
     assert time.collectives == pytest.approx(SIGNAL_SECONDS + wire * max(0.0, 1 - overlapped))
 

@@ -1,7 +1,7 @@
 """Values that options take, equal to the library's (a test compares them); to import those would import torch."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""Compute dtypes: `megalin.train.build.COMPUTE_DTYPES`."""
+"""Compute dtypes: `megalin.train.compute_dtypes.COMPUTE_DTYPES`."""
 SPLITS = ("train", "validation", "test")
 """Splits of the data: `megalin.data.config.SPLITS`."""
 SUITES = ("loss", "choices", "positions", "recall", "state-tracking", "needle", "ruler")

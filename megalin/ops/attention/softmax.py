@@ -8,6 +8,7 @@ for a token of decoding `softmax_attention_step`; both are tested against the de
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,31 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T or S, K]
     mask = None if visible is None else visible[:, None]
+    if q.is_meta:
+        return _fused_on_meta(q, k, v, mask, is_causal=visible is None).transpose(1, 2)
     output = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=visible is None, enable_gqa=grouped and groups > 1
     )
     return output.transpose(1, 2)
+
+
+def _fused_on_meta(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    """Torch's fused attention of CPUs, which stores no T x S scores; on meta torch itself takes the unfused one.
+
+    Args:
+        q: [B, H, T, K].
+        k, v: [B, H, S, K].
+        mask: [1 or B, 1, T, S] bool, or None.
+
+    Returns:
+        [B, H, T, K].
+    """
+    if mask is not None:
+        zero, hidden = (torch.scalar_tensor(bias, dtype=q.dtype, device=q.device) for bias in (0.0, -math.inf))
+        mask = torch.where(mask, zero, hidden)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = attention(q, k, v, is_causal=is_causal, attn_mask=mask)[0]
+    return output
 
 
 class KeyValueCache(NamedTuple):

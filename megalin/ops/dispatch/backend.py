@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 _kernels: dict[str, Kernel] = {}
 _used: dict[str, dict[Case, Choice]] = {}
 _tested: dict[tuple[str, Compiled, Case], str] = {}
-_assumed: ContextVar[bool] = ContextVar("assume_kernels", default=False)
+_assumed: ContextVar[Literal["none", "eager", "compiled"]] = ContextVar("assume_kernels", default="none")
 
 
 def register(op: str, order: tuple[Compiled, ...], self_test: SelfTest) -> None:
@@ -106,7 +106,7 @@ def choose(
     Raises:
         KernelError: the requested backend exists for this op but cannot run here; or MEGALIN_KERNELS is invalid.
     """
-    if _assumed.get():
+    if kernels_assumed():
         own = [name for name in _kernels[op].order if name != "apex"]  # few machines have Apex
         fit = [name for name in own if not (unsupported or (limits or {}).get(name))]
         return fit[0] if fit else "reference"
@@ -192,12 +192,15 @@ def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = (), 
 
 
 @contextmanager
-def assume_kernels() -> Iterator[None]:
+def assume_kernels(*, compiled: bool = False) -> Iterator[None]:
     """Context manager under which every op takes its first kernel that supports the arguments, without running it.
 
     As on a GPU where all kernels pass: for tracing meta tensors (shapes, saved activations) on a machine without one.
+
+    Args:
+        compiled: as in a block compiled by torch.compile.
     """
-    token = _assumed.set(True)
+    token = _assumed.set("compiled" if compiled else "eager")
     try:
         yield
     finally:
@@ -207,12 +210,18 @@ def assume_kernels() -> Iterator[None]:
 @assume_constant_result
 def kernels_assumed() -> bool:
     """Whether `assume_kernels` is active."""
-    return _assumed.get()
+    return _assumed.get() != "none"
+
+
+@assume_constant_result
+def compilation_assumed() -> bool:
+    """Whether `assume_kernels` is active for a compiled block."""
+    return _assumed.get() == "compiled"
 
 
 def report_choice(op: str, choice: Choice) -> None:
     """Records in `used` the choice of an op that does not call `choose`, such as softmax attention."""
-    if not _assumed.get():
+    if not kernels_assumed():
         _used[op] = {(): choice}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalin.ops.dispatch.backend import Backend, requested
+from megalin.ops.dispatch.backend import Backend, compilation_assumed, requested
 from megalin.ops.dispatch.compile_constants import assume_constant_result
 
 
@@ -15,7 +15,7 @@ def left_to_inductor(op: str, backend: Backend) -> bool:
     An explicit backend, or one that MEGALIN_KERNELS sets, keeps its kernel, which ends the fusion. For norms whose
     reference reads its input once, the lost fusion costs more than the kernel gains (figures in docs/benchmarks/).
     """
-    return torch.compiler.is_compiling() and is_auto(op, backend)
+    return (torch.compiler.is_compiling() or compilation_assumed()) and is_auto(op, backend)
 
 
 @assume_constant_result
