@@ -23,8 +23,8 @@ def all_gather_states(
     gathered = all_gather(torch.cat([x.flatten() for x in sent])[None], axis, dim=0)  # [cp, numbers]
     parts = gathered.split([x.numel() for x in sent], dim=1)
     states, *others = (part.view(axis.size, *x.shape) for part, x in zip(parts, sent, strict=True))
-    others += [x.expand(axis.size, *x.shape) for x in known]
-    return type(transition)(*others).fold(states, documents, rank=axis.rank, step=step)
+    wide = [x.expand(axis.size, *x.shape) for x in known]
+    return type(transition)(*others, *wide).fold(states, documents, rank=axis.rank, step=step)
 
 
 def ring_states(
