@@ -8,6 +8,7 @@ does not change with its source.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -16,7 +17,6 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -73,7 +73,7 @@ def _machine(backend: str) -> dict[str, str]:
     """The part of the key that is the same for all ops: GPU, driver, versions, and a hash of the source."""
     return {
         "gpu": f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}",
-        "driver": f"{_driver()} CUDA {cast(Any, torch._C)._cuda_getDriverVersion()}",
+        "driver": f"{_kernel_module()} CUDA {_cuda_driver()}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "triton": importlib.import_module("triton").__version__ if backend == "triton" else "",
         "source": _source_digest(backend),
@@ -89,7 +89,17 @@ def _tiles(backend: str) -> object:
     return os.environ.get("MEGALIN_TUNE"), tuning.read_cache().get(gpu) if (gpu := tuning.current_gpu()) else None
 
 
-def _driver() -> str:
+def _cuda_driver() -> int:
+    """Version of CUDA that the driver supports, times 1000; 0 if it cannot be loaded by its usual name."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def _kernel_module() -> str:
     """NVIDIA's version of the kernel module, where the system shows it."""
     try:
         return _DRIVER.read_text("utf-8").splitlines()[0]
