@@ -8,7 +8,6 @@ does not change with its source.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import importlib
@@ -73,7 +72,7 @@ def _machine(backend: str) -> dict[str, str]:
     """The part of the key that is the same for all ops: GPU, driver, versions, and a hash of the source."""
     return {
         "gpu": f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}",
-        "driver": f"{_kernel_module()} CUDA {_cuda_driver()}",
+        "driver": f"{_driver()} CUDA {torch.version.cuda}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "triton": importlib.import_module("triton").__version__ if backend == "triton" else "",
         "source": _source_digest(backend),
@@ -89,17 +88,7 @@ def _tiles(backend: str) -> object:
     return os.environ.get("MEGALIN_TUNE"), tuning.read_cache().get(gpu) if (gpu := tuning.current_gpu()) else None
 
 
-def _cuda_driver() -> int:
-    """Version of CUDA that the driver supports, times 1000; 0 if it cannot be loaded by its usual name."""
-    version = ctypes.c_int(0)
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return 0
-    return version.value
-
-
-def _kernel_module() -> str:
+def _driver() -> str:
     """NVIDIA's version of the kernel module, where the system shows it."""
     try:
         return _DRIVER.read_text("utf-8").splitlines()[0]
