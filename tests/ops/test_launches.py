@@ -17,6 +17,7 @@ from tools.kernel_launches.launch_list import LaunchList
 from tools.kernel_launches.ops import OPS
 from tools.kernel_launches.preset_steps import launches_of_presets, run_on_meta
 from tools.kernel_launches.recorder import read_recorded
+from tools.kernel_launches.self_tests import cases_of, run_self_test_on_meta
 
 ROOT = Path(__file__).parents[2]
 CPU_SECONDS = 120
@@ -48,6 +49,27 @@ def test_steps_of_presets_launch_what_is_listed(launches):
         seen = set()
         run_on_meta(load_preset(names[0]).model, 90, seen.add)
         assert {launch.without_hints() for launch in seen} <= known, names[0]
+
+
+BY_BATCH = ("scans.fixed_decay_sweep", "scans.scalar_decay", "dispatch.column_sums", "scans.short_conv_gradient")
+"""Kernels with sizes or branches that depend on the batch, which no self-test has, or on uses of gradients."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(names[0], marks=[pytest.mark.slow] * (names[0] != "hgrn2-70m"))
+        for names in preset_families().values()
+    ],
+)
+def test_self_tests_launch_what_the_steps_launch(name):
+    """So that a kernel is compiled once for both, and that the tested kernel is the one that runs."""
+    steps, tests = set(), set()
+    for op, case in cases_of(load_preset(name).model, 90, steps.add):
+        run_self_test_on_meta(op, case, 90, tests.add)
+    assert {launch for launch in tests - steps if not launch.kernel.startswith(BY_BATCH)} == set()
+    untested = {launch.kernel for launch in steps} - {launch.kernel for launch in tests}
+    assert untested <= {"scans.vector_decay_sweep.segment_kernel"}  # of sequences of 1024 tokens and more
 
 
 @pytest.mark.slow

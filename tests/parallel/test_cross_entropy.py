@@ -13,6 +13,7 @@ from torch.nn import functional
 from megalin.parallel import collectives
 from megalin.parallel.collectives import Axis, all_gather, all_reduce, local_slice
 from megalin.parallel.cross_entropy import (
+    _common_choice,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_logits,
@@ -123,3 +124,18 @@ def test_without_a_kernel_a_head_is_its_logits_and_their_loss_bit_for_bit():
     loss = vocab_parallel_linear_cross_entropy(x, weight, labels, Axis("tp"), vocab_size=TOKENS)
     assert logits[..., TOKENS:].eq(float("-inf")).all()
     assert torch.equal(loss, vocab_parallel_cross_entropy(logits, labels, Axis("tp")).sum())
+
+
+def _common_choices() -> list[str]:
+    """The choices on this rank for a weight of which all, some and no ranks have a kernel."""
+    axis = make_mesh(2).tp.axis
+    chosen = (("triton", "triton"), ("triton", "reference"), ("reference", "reference"))
+    return [
+        _common_choice(choices[axis.rank], axis, (rows, 8), torch.float32, torch.device("cpu"))
+        for rows, choices in enumerate(chosen)
+    ]
+
+
+def test_ranks_of_an_axis_take_the_reference_where_one_has_no_kernel():
+    """Their collectives are others: with a kernel on some ranks alone, all would wait."""
+    assert run_ranks(2, _common_choices) == [["triton", "reference", "reference"]] * 2

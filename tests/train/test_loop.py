@@ -69,9 +69,13 @@ def test_evaluation_reads_as_many_batches_as_asked(config, tmp_path):
 
 
 def test_evaluation_reads_a_limited_number_of_samples_by_default(config, tmp_path, monkeypatch):
+    """The run also compares the results of self-tests over the ranks, once."""
+    compared = []
+    monkeypatch.setattr(steps, "check_same_self_tests", lambda: compared.append(1))
     assert loop._EVALUATED_SAMPLES == 1000
     monkeypatch.setattr(loop, "_EVALUATED_SAMPLES", 5)
     run(config, tmp_path, "train.steps=3", "train.evaluate_every_steps=2")
+    assert compared == [1]
     first, last = (line["evaluation_tokens"] for line in _raw(tmp_path) if "evaluation_tokens" in line)
     assert first == last <= 5 * 36
     assert last > 4 * 20

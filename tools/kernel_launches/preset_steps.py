@@ -29,7 +29,7 @@ PREDICTED = 128
 """Masked tokens of an encoder's sequence."""
 
 
-class _OpsOnMeta(TorchDispatchMode):
+class OpsOnMeta(TorchDispatchMode):
     """Runs the launchers of megalin's ops on meta tensors, in place of their fakes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +66,7 @@ def _find_documents(ids: Tensor) -> PackedDocuments:
 
 
 @contextmanager
-def _triton_kernels() -> Iterator[None]:
+def triton_kernels() -> Iterator[None]:
     """Context in which every op that has a Triton kernel takes it, without a self-test."""
     backends._register_all()
     kernels = backends._kernels.items()
@@ -88,7 +88,7 @@ def run_on_meta(config: ModelConfig | EncoderConfig, chip: int, seen: Seen) -> N
     """Calls `seen` with the launches of the steps of a model, on one block of each entry of `layers`."""
     model = bf16_model(config)
     with ExitStack() as stack:
-        for context in (faked_chip(chip), _triton_kernels(), _OpsOnMeta(), launches_not_run(seen)):
+        for context in (faked_chip(chip), triton_kernels(), OpsOnMeta(), launches_not_run(seen)):
             stack.enter_context(context)
         stack.enter_context(mock.patch.object(sequence_documents, "find_documents", _find_documents))
         for inputs in batches(model.config, "meta"):

@@ -64,7 +64,8 @@ class Choice(NamedTuple):
 
 
 _kernels: dict[str, Kernel] = {}
-_used: dict[str, dict[Case, Choice]] = {}
+_used: dict[str, Choice] = {}
+_decided: dict[str, dict[Case, Choice]] = {}
 _tested: dict[tuple[str, Compiled, Case], str] = {}
 _assumed: ContextVar[Literal["none", "eager", "compiled"]] = ContextVar("assume_kernels", default="none")
 
@@ -111,9 +112,7 @@ def choose(
         fit = [name for name in own if not (unsupported or (limits or {}).get(name))]
         return fit[0] if fit else "reference"
     choice = _choose(op, backend, device, unsupported, limits or {}, case)
-    choices = _used.setdefault(op, {})
-    choices.pop(case, None)
-    choices[case] = choice  # the latest is last
+    _used[op] = choice
     return choice.backend
 
 
@@ -176,6 +175,12 @@ def decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...] = (), 
     """
     if device != "cuda":
         return Choice("reference", f"device {device}")
+    choice = _decide(op, device, limits, case)
+    _decided.setdefault(op, {})[case] = choice
+    return choice
+
+
+def _decide(op: str, device: str, limits: tuple[tuple[Compiled, str], ...], case: Case) -> Choice:
     reasons: list[str] = []
     name = f"{op} {describe(case)}" if case else op
     beyond = {name: f"does not take {limit}" for name, limit in limits}
@@ -222,20 +227,19 @@ def compilation_assumed() -> bool:
 def report_choice(op: str, choice: Choice) -> None:
     """Records in `used` the choice of an op that does not call `choose`, such as softmax attention."""
     if not kernels_assumed():
-        _used[op] = {(): choice}
+        _used[op] = choice
 
 
 def used() -> dict[str, Choice]:
     """Latest choice of every op called so far in this process, by name; a run writes them to kernels.json.
 
-    If the choices of an op differ between widths or dtypes, each has one more entry, with these in its name.
+    If "auto" chose differently for some widths or dtypes of an op, each has one more entry, with these in its name.
     """
-    found: dict[str, Choice] = {}
-    for op, choices in sorted(_used.items()):
-        *_, found[op] = choices.values()
+    found = dict(_used)
+    for op, choices in _decided.items():
         if len({choice.backend for choice in choices.values()}) > 1:
-            found |= {f"{op} {describe(case)}": choice for case, choice in choices.items() if case}
-    return found
+            found |= {f"{op} {describe(case)}": choice for case, choice in choices.items()}
+    return dict(sorted(found.items()))
 
 
 def self_tests() -> dict[str, str]:
@@ -267,6 +271,8 @@ def _run_self_test(op: str, backend: Compiled, device: str, case: Case) -> str:
     try:
         with torch.enable_grad(), own:  # the caller's hooks would recompute or offload the tensors of this backward
             error = _kernels[op].self_test(backend, device, dict(case))
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
     except _errors() as raised:
         error = f"self-test: {type(raised).__name__}: {raised}"
     if not error:

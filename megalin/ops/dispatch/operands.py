@@ -73,7 +73,7 @@ def check_operands(op: str, operands: Mapping[str, tuple[Tensor | None, str]], w
                 )
             if letter == "T" and size == 0:
                 raise OperandError(f"{op}: {name} has shape {shape} and no tokens; give at least one")
-    return (*((letter, static(sizes[letter][0])) for letter in widths), *dtypes)
+    return (*[(letter, static(sizes[letter][0])) for letter in widths], *dtypes)
 
 
 def static(size: Any) -> int:

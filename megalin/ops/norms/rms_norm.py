@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: Backend = "auto"
     case = check_operands("rms_norm", {"x": (x, "*D"), "weight": (weight, "D")}, "D")
     reason = unsupported(x) or ("" if weight.dtype in KERNEL_DTYPES else f"a weight of dtype {weight.dtype}")
     limits: dict[Compiled, str] = {"apex": "" if weight.dtype == x.dtype else f"a weight of dtype {weight.dtype}"}
-    choice = backends.choose("rms_norm", backend, x.device.type, reason, limits, case)
+    choice = backends.choose("rms_norm", backend, x.device.type, reason, limits, case=case)
     if choice == "reference" or left_to_inductor("rms_norm", backend):
         return rms_norm_reference(x, weight, eps=eps)
     if choice == "apex":

@@ -85,12 +85,12 @@ def decay_scan(
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op, limit = "decay_scan" if shard is None else "split_decay_scan", unsupported(q, k, v)
     limits: dict[Compiled, str] = {"cuda": fixed_decay_cuda.limit(op, backend, q, k, v)}
-    choice = backends.choose(op, backend, v.device.type, limit, limits, case)
+    choice = backends.choose(op, backend, v.device.type, limit, limits, case=case)
     if shard is not None and choice == "reference":
         added = decay_state(k, v, slopes, document_ids=document_ids)
         initial_state, shard = fold_padded(added, total_decay(k, slopes), shard), None
         case = (*case, ("initial_state", initial_state.dtype))
-        choice = backends.choose("decay_scan", backend, v.device.type, limit, limits, case)
+        choice = backends.choose("decay_scan", backend, v.device.type, limit, limits, case=case)
     options: dict[str, Any] = {"initial_state": initial_state, "document_ids": document_ids}
     if choice == "reference":
         return decay_scan_reference(q, k, v, slopes, chunk_size=chunk_size, **options)

@@ -22,6 +22,7 @@ def op(monkeypatch, tmp_path):
     backend._register_all()  # once, before the test replaces the registry
     monkeypatch.setattr(backend, "_kernels", {})
     monkeypatch.setattr(backend, "_used", {})
+    monkeypatch.setattr(backend, "_decided", {})
     monkeypatch.setattr(backend, "_tested", {})
     monkeypatch.setattr(backend, "_missing", lambda name, device: "")
     monkeypatch.setattr(self_test_cache, "_machine", lambda name: {"gpu": "a GPU"})
@@ -266,6 +267,16 @@ def test_the_batch_and_the_length_are_not_part_of_a_self_test(tested):
         x = torch.randn(shape)
         assert torch.equal(compiled(x), x.cos() if shape[2] == 96 else x.sin())
     assert tested == [64, 96]
+
+
+def test_a_self_test_without_memory_is_no_failure_of_its_kernel(op, monkeypatch):
+    def self_test(name, device, case):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(backend._kernels, "op", backend.Kernel(("triton",), self_test))
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(64)
+    assert backend.self_tests() == {}
 
 
 def test_a_choice_is_a_constant_to_the_compiler(op):

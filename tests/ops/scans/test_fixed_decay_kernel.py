@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalin.errors import KernelError
-from megalin.ops.scans import fixed_decay as ops
+from megalin.ops.scans import fixed_decay_step as ops
 from megalin.ops.scans.fixed_decay import decay_scan
 from megalin.ops.scans.fixed_decay_step import decay_step, decay_step_reference
 from tests.ops.scans.scans import Case, initial_state, make_inputs
