@@ -62,6 +62,9 @@ class Engine(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint."""
 
+    def wait_before_update(self, copied: torch.cuda.Event) -> None:
+        """Makes the next update of the weights wait on the GPU for an event: that of a copy of `tensors`."""
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Loads weights, moments and the state of update hooks from a checkpoint of any mesh and engine.
 
@@ -88,6 +91,7 @@ class _StepOptions(TypedDict):
     step: int
     timer: StepTimer
     loss_scale: LossScale | None
+    copied: torch.cuda.Event | None
 
 
 class FullyShardedEngine:
@@ -115,6 +119,7 @@ class FullyShardedEngine:
         self._loss_scale = make_loss_scale(train, mesh)
         self.settings: Mapping[str, Any] = {}
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
+        self._copied: torch.cuda.Event | None = None
         self._graph: GradientGraph | None = None
         if train.cuda_graphs:
             assert not isinstance(self.model, Pipeline), config.parallel
@@ -124,8 +129,13 @@ class FullyShardedEngine:
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
         options = _StepOptions(
-            max_grad_norm=self._max_grad_norm, step=step, timer=self.timer, loss_scale=self._loss_scale
+            max_grad_norm=self._max_grad_norm,
+            step=step,
+            timer=self.timer,
+            loss_scale=self._loss_scale,
+            copied=self._copied,
         )
+        self._copied = None
         if self._graph is None:
             launched = train_step(self.model, self._optimizer, batches, self._mesh, **options)
         else:
@@ -153,6 +163,9 @@ class FullyShardedEngine:
     def tensors(self) -> Mapping[str, Tensor]:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
         return training_tensors(self.model, self._optimizer) | scale | self._hooks.tensors()
+
+    def wait_before_update(self, copied: torch.cuda.Event) -> None:
+        self._copied = copied
 
     def load(self, checkpoint: Checkpoint) -> None:
         tensors = training_tensors(self.model, self._optimizer)

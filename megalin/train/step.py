@@ -185,18 +185,28 @@ def train_step(
     step: int,
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
+    copied: torch.cuda.Event | None = None,
 ) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
     Args:
         timer: the clock of a run's steps; without one this step is measured alone.
         loss_scale: of a run in float16.
+        copied: recorded after a copy of the state before this step, for which the update waits on the GPU.
     """
     timer = timer or StepTimer(mesh.device)
     timer.start()
     losses, counts = accumulate_gradients(model, batches, mesh, None if loss_scale is None else loss_scale.scale)
     return apply_gradients(
-        model, optimizer, losses, counts, max_grad_norm=max_grad_norm, step=step, timer=timer, loss_scale=loss_scale
+        model,
+        optimizer,
+        losses,
+        counts,
+        max_grad_norm=max_grad_norm,
+        step=step,
+        timer=timer,
+        loss_scale=loss_scale,
+        copied=copied,
     )
 
 
@@ -210,9 +220,10 @@ def apply_gradients(
     step: int,
     timer: StepTimer | None = None,
     loss_scale: LossScale | None = None,
+    copied: torch.cuda.Event | None = None,
 ) -> LaunchedStep:
-    """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
-    messages.
+    """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `copied` is
+    that of `train_step`, `step` is for messages.
 
     The host waits for none of it, so it can launch the next step while the device works. If the loss or the gradient
     is not finite, the device skips this update and every later one until that result has been waited for. With a loss
@@ -232,6 +243,8 @@ def apply_gradients(
         norms = clip_gradients(given.values(), max_grad_norm, loss_scale=scale)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
     scalars = [values, norms.local_norms.to(losses.dtype)]
+    if copied is not None:
+        torch.cuda.current_stream().wait_event(copied)
     if loss_scale is None:
         sound, skip = values.isfinite().all(), None
     else:

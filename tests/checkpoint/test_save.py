@@ -152,7 +152,7 @@ def test_an_old_checkpoint_that_cannot_go_is_a_warning(
         raise OSError("device busy")
 
     write(tmp_path, 1)
-    monkeypatch.setattr("megalin.checkpoint.save.remove", refuse)
+    monkeypatch.setattr("megalin.checkpoint.publishing.remove", refuse)
     write(tmp_path, 2, keep=1)
     assert "an old checkpoint could not be removed: device busy" in caplog.text
     _assert_loads(tmp_path, 2)

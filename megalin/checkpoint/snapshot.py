@@ -1,0 +1,152 @@
+"""Copy of a checkpoint's tensors in host memory, laid out as its files, from which a thread writes them later."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megalin.checkpoint import storage
+from megalin.checkpoint.index import Index
+from megalin.checkpoint.manifest import FileRecord
+from megalin.checkpoint.storage import FILE_BYTES, PlannedFile, SafetensorsWriter
+
+_ALIGNMENT = 64
+_WRITE_BYTES = 16 << 20
+"""Bytes that are hashed and written at a time; between two such parts the thread reports progress."""
+
+_log = logging.getLogger(__name__)
+
+
+class HostBuffer:
+    """Host memory that is reused between saves; page-locked where a GPU copies into it.
+
+    It is locked in place: torch's allocator of page-locked memory would round its size up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._is_locked = False
+        self._stream: torch.cuda.Stream | None = None
+
+    def reserve(self, num_bytes: int, *, locked: bool) -> Tensor:
+        """[num_bytes] uint8; the contents are those of the call before, or undefined."""
+        if self._memory is None or self._memory.numel() != num_bytes:
+            self.close()
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if locked and not self._is_locked and num_bytes:
+            code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
+            self._is_locked = code == 0
+            if code:
+                _log.warning(
+                    "%d bytes of host memory cannot be locked (CUDA error %d): saves take longer", num_bytes, code
+                )
+        return self._memory
+
+    def cuda_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The CUDA stream of the copies."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def close(self) -> None:
+        """Frees the memory, which nothing may read or write any more."""
+        if self._memory is not None and self._is_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._is_locked = None, False
+
+
+class _CopiedFile(NamedTuple):
+    name: str
+    header: bytes
+    data: Tensor  # uint8, a view of the buffer
+
+
+class SnapshotWriter(SafetensorsWriter):
+    """Copies this rank's planned boxes to host memory in place of writing them; `write` writes them.
+
+    The files have the same bytes as those of SafetensorsWriter.
+
+    Attributes:
+        copied: recorded on the GPU after the copy; None: the copy is complete.
+        index: on rank 0, content of index.json.
+    """
+
+    def __init__(self, directory: Path, buffer: HostBuffer, *, file_bytes: int = FILE_BYTES) -> None:
+        super().__init__(directory, lambda files: None, file_bytes=file_bytes)
+        self._buffer = buffer
+        self._files: list[_CopiedFile] = []
+        self._sources: list[Tensor] = []
+        self.copied: torch.cuda.Event | None = None
+        self.index: Index | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Launches the copy of this rank's boxes."""
+        files = self.planned_files(plan)
+        self._sources = [storage.piece_tensor(planner, piece) for file in files for piece in file.pieces]
+        device = next((source.device for source in self._sources if source.is_cuda), None)
+        sizes = [sum(storage.num_bytes(piece) for piece in file.pieces) for file in files]
+        starts = [0, *itertools.accumulate(size + -size % _ALIGNMENT for size in sizes)]
+        memory = self._buffer.reserve(starts[-1], locked=device is not None)
+        targets = [memory[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
+        self._files = [_CopiedFile(file.name, file.header, data) for file, data in zip(files, targets, strict=True)]
+        boxes = itertools.chain.from_iterable(itertools.starmap(_boxes, zip(files, targets, strict=True)))
+        if device is None:
+            _copy(self._sources, boxes)
+        else:
+            stream = self._buffer.cuda_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                _copy(self._sources, boxes)
+            self.copied = stream.record_event()
+        return storage.done([result for file in files for result in storage.write_results(file, None)])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0: stores the index."""
+        self.index = storage.index_of(metadata, results)
+
+    def write(self, beat: Callable[[], None]) -> dict[str, FileRecord]:
+        """Waits for the copy, then writes, hashes and syncs this rank's files; returns their records by name.
+
+        Args:
+            beat: called after each part.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        self._sources = []  # memory of the copy's sources must not be reused before
+        beat()
+        return {file.name: storage.write_file(self.directory / file.name, _parts(file, beat)) for file in self._files}
+
+
+def _boxes(file: PlannedFile, data: Tensor) -> Iterator[Tensor]:
+    """The places of a file's pieces in its data, each with the dtype and shape of its piece."""
+    position = 0
+    for piece in file.pieces:
+        end = position + storage.num_bytes(piece)
+        yield data[position:end].view(storage.dtype_of(piece)).view(piece.lengths)
+        position = end
+
+
+def _copy(sources: list[Tensor], targets: Iterator[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _parts(file: _CopiedFile, beat: Callable[[], None]) -> Iterator[Any]:
+    yield file.header
+    data = storage.array_of(file.data)
+    for start in range(0, len(data), _WRITE_BYTES):
+        yield data[start : start + _WRITE_BYTES]
+        beat()
