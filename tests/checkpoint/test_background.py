@@ -4,12 +4,14 @@ for ever."""
 from __future__ import annotations
 
 import errno
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +21,13 @@ from megalin.checkpoint.background import BackgroundSaver
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.publishing import prepare
 from megalin.checkpoint.save import save
+from megalin.checkpoint.tensors import training_tensors
 from megalin.errors import MegalinError, NumericError, RankStalledError, StorageError
+from megalin.parallel.agreement import on_every_rank, rank, sum_over_ranks
+from megalin.parallel.store_channel import StoreChannel
 from tests.checkpoint.saved import names, tensors, write
+from tests.checkpoint.sharded_model import Layout, build, step
+from tests.ranks import run_ranks
 
 STALL_SECONDS = 60.0
 LIMIT = 4096
@@ -178,3 +185,75 @@ def test_thread_without_progress_is_given_up(tmp_path: Path) -> None:
         released.set()
     assert "rank 0 stalled: writing the checkpoint of step 1 to " in str(raised.value)
     assert "(limit: train.phase_timeout_seconds = 0.2)" in str(raised.value)
+
+
+def _raised(call: Callable[[], object]) -> str:
+    with pytest.raises(MegalinError) as raised:
+        call()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def _save_while_training(root: Path) -> bool:
+    """Saves a sharded state in the foreground, and in the background during collectives of this group; returns whether
+    all of these came before the end of the save."""
+    model, optimizer = build(Layout(1, 2), seed=1)
+    step(model, optimizer)
+    state, saver, released = training_tensors(model, optimizer), BackgroundSaver(STALL_SECONDS), threading.Event()
+    save(root / "front", step=1, tensors=state, state={"step": 1}, keep_latest=1, file_bytes=LIMIT)
+    with saver.completing(), changed_writes(lambda _: released.wait()):
+        start(saver, root / "back", 1, state, keep_latest=1)
+        for _ in range(5):
+            step(model, optimizer)
+            sum_over_ranks(torch.ones(1))
+        is_late = on_every_rank(saver.has_ended) == [False, False]
+        released.set()
+        saver.finish()
+        start(saver, root / "back", 2, state, keep_latest=1)
+        saver.finish()
+    save(root / "front", step=2, tensors=state, state={"step": 2}, keep_latest=1, file_bytes=LIMIT)
+    return is_late
+
+
+def _outcomes(root: Path) -> dict[str, Any]:
+    """Saves of which rank 1 fails one; the outcomes on this rank."""
+    outcomes: dict[str, Any] = {"late": _save_while_training(root)}
+    on_rank_one, saver = rank() == 1, BackgroundSaver(STALL_SECONDS)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with saver.completing(), changed_writes(_fail(full) if on_rank_one else lambda _: None):
+        start(saver, root, 3, all_kinds())
+        outcomes["full"] = _raised(saver.finish)
+    with changed_writes(lambda _: time.sleep(0.1 * rank())):
+        outcomes["error"] = _raised(lambda: _start_and_fail(BackgroundSaver(STALL_SECONDS), root))
+    saver = BackgroundSaver(STALL_SECONDS)
+    with saver.completing(), patch.object(StoreChannel, "gather", _lost) if on_rank_one else nullcontext():
+        start(saver, root, 5, all_kinds())
+        outcomes["lost"] = _raised(saver.finish)
+    saver = BackgroundSaver(0.3)
+    with saver.completing(), changed_writes(lambda _: time.sleep(1.0 * rank())):
+        start(saver, root, 6, all_kinds())
+        while not saver.has_ended():
+            time.sleep(0.01)
+        outcomes["stalled"] = _raised(saver.finish)
+    return outcomes
+
+
+def _lost(*_: object) -> None:
+    raise RuntimeError("connection reset")
+
+
+def test_all_ranks_have_one_outcome(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, _outcomes, tmp_path)
+    assert outcomes[0] == outcomes[1]
+    (outcome, _) = outcomes
+    assert outcome["late"]
+    assert contents(tmp_path / "back") == contents(tmp_path / "front")
+    assert names(tmp_path / "back") == ["step-00000002"]
+    assert re.fullmatch(
+        rf"StorageError: cannot save to {tmp_path}: rank 1: \[Errno 28\] No space left on device; the checkpoint needs "
+        r"about [\d,]+ bytes and .*",
+        outcome["full"],
+    )
+    assert outcome["error"] == "NumericError: loss"
+    assert outcome["lost"] == "MegalinError: rank 1: writing the checkpoint of step 5 failed: connection reset"
+    assert outcome["stalled"].startswith("RankStalledError: rank 1 stalled: writing the checkpoint of step 6 to ")
+    assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00000001"]
