@@ -26,10 +26,11 @@ from megalin.checkpoint.publishing import Publication, begin, free_space, prune,
 from megalin.checkpoint.save import run_writer
 from megalin.checkpoint.snapshot import HostBuffer, SnapshotWriter
 from megalin.checkpoint.storage import FILE_BYTES, write_index
-from megalin.errors import MegalinError, RankFailedError, RankStalledError, StorageError
+from megalin.errors import MegalinError, RankStalledError, StorageError
 from megalin.files import FolderLock
-from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank
+from megalin.parallel.agreement import on_every_rank, on_rank_zero, rank, sum_over_ranks, world_size
 from megalin.parallel.heartbeats import current
+from megalin.parallel.rank_failures import is_rank_failure
 from megalin.parallel.store_channel import StoreChannel
 from megalin.slow_work import slow_work
 
@@ -120,7 +121,7 @@ class BackgroundSaver:
             yield
         except BaseException as error:
             if self._writing is not None:
-                self._complete(self._writing, isinstance(error, RankFailedError))
+                self._complete(self._writing, rank_failed=is_rank_failure(error))
             raise
         finally:
             if self._channel is not None:
@@ -128,10 +129,10 @@ class BackgroundSaver:
             if self._writing is None or not self._writing.is_alive:
                 self._buffer.close()
 
-    def _complete(self, writing: _Writing, rank_failed: bool) -> None:
+    def _complete(self, writing: _Writing, *, rank_failed: bool) -> None:
         current().enter("save")
         with slow_work(f"writing the checkpoint of step {writing.step}", shown=rank() == 0):
-            writing.wait(self._stall_seconds, _FAILED_RANK_SECONDS if rank_failed else self._stall_seconds)
+            writing.wait_alone(self._stall_seconds, _FAILED_RANK_SECONDS if rank_failed else self._stall_seconds)
         if rank() == 0 and (writing.is_alive or writing.error is not None):
             reason = writing.error or "other ranks did not finish"
             _log.warning(
@@ -177,22 +178,21 @@ class _Writing:
             self._channel.abort(self.error)
         return True
 
-    def wait(self, stall_seconds: float, others_seconds: float = float("inf")) -> None:
-        """Waits until the thread has ended, or `others_seconds` for other ranks; the heartbeat goes on."""
-        heartbeat, waited_since = current(), time.monotonic()
-        while not self.has_ended(stall_seconds):
+    def wait(self, stall_seconds: float) -> None:
+        """Waits until the threads of all ranks have ended; a collective, which fails where a rank dies."""
+        while int(sum_over_ranks(torch.tensor(int(self.has_ended(stall_seconds))))) < world_size():
+            self._thread.join(_POLL_SECONDS)
+            if not self._thread.is_alive():
+                time.sleep(_POLL_SECONDS)
+
+    def wait_alone(self, stall_seconds: float, others_seconds: float) -> None:
+        """Waits until this rank's thread has ended, at most `others_seconds` for other ranks."""
+        waited_since = time.monotonic()
+        while not self.has_ended(stall_seconds) and time.monotonic() - waited_since < others_seconds:
+            self._thread.join(_POLL_SECONDS)
+            current().beat()
             if not self._channel.waits:
-                heartbeat.beat()
-                self._thread.join(_POLL_SECONDS)
                 waited_since = time.monotonic()
-                continue
-            with heartbeat.waiting("background save", "host"):
-                while self._channel.waits and self._thread.is_alive():
-                    self._thread.join(_POLL_SECONDS)
-                    if time.monotonic() - waited_since > others_seconds:
-                        break
-            if time.monotonic() - waited_since > others_seconds:
-                return
 
     def raise_error(self) -> None:
         if self.error is not None:

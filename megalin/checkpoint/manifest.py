@@ -146,11 +146,11 @@ def file_problems(
 ) -> list[str]:
     """Checks the files of `manifest`: lists those that are missing or differ in size or bytes.
 
-    Each of several ranks checks its own part. Hashing runs in threads (about 2 GB/s each). `on_file` is called after
-    each file.
+    Each of several ranks checks its own part. Hashing runs in threads (about 2 GB/s each); with `on_file`, which is
+    called after each file, in one, as training needs the others.
     """
     records = sorted(manifest.files.items(), key=lambda entry: (-entry[1].size, entry[0]))[part::num_parts]
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+    with ThreadPoolExecutor(_HASH_THREADS if on_file is None else 1) as pool:
         problems = []
         for problem in pool.map(lambda entry: _file_problem(directory / entry[0], entry[1]), records):
             problems += [] if problem is None else [problem]

@@ -33,7 +33,6 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "zero3": (2, (DEEPSPEED, "parallel.zero=3")),
     "tp2 dp2": (4, ("parallel.tp=2",)),
 }
-FAST = "tp2 fp16"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,8 @@ def _in_both_ways(config: Path, root: Path, overrides: Sequence[str]) -> None:
         train_here(config, root / "back", *overrides, BACKGROUND, hooks=[WeightAverage()])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_checkpoints_are_those_of_a_run_in_the_foreground(config: Path, tmp_path: Path, name: str) -> None:
     world_size, overrides = CASES[name]
     run_ranks(world_size, _in_both_ways, config, tmp_path, overrides)
