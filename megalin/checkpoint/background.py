@@ -78,6 +78,7 @@ class BackgroundSaver:
 
         Raises:
             StorageError: on every rank, if rank 0 cannot make the temporary directory.
+            HostMemoryError: on every rank, if a host has too little memory left for the copy.
         """
         assert self._writing is None, "a save is in flight"
         locks: list[FolderLock] = []

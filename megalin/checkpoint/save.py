@@ -31,6 +31,7 @@ from megalin.checkpoint.publishing import (
 )
 from megalin.checkpoint.storage import FILE_BYTES, SafetensorsWriter
 from megalin.checkpoint.verification import VerifiedCheckpoints
+from megalin.errors import MegalinError
 from megalin.files import FolderLock
 from megalin.parallel.agreement import distributed, on_rank_zero, rank
 
@@ -117,6 +118,9 @@ def _translate(error: CheckpointException, publication: Publication, free: str) 
     for failure in failures.values():
         if isinstance(failure, (KeyboardInterrupt, SystemExit)):
             return failure
+    if known := {number: failure for number, failure in failures.items() if isinstance(failure, MegalinError)}:
+        kind = type(next(iter(known.values())))
+        return kind("; ".join(f"rank {number}: {failure}" for number, failure in known.items()))
     if not all(isinstance(failure, OSError) for failure in failures.values()):
         return RuntimeError(f"saving to {publication.target.parent} failed: {error}")
     causes = "; ".join(f"rank {number}: {failure}" for number, failure in failures.items())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from megalin.checkpoint import storage
 from megalin.checkpoint.index import Index
 from megalin.checkpoint.manifest import FileRecord
 from megalin.checkpoint.storage import FILE_BYTES, PlannedFile, SafetensorsWriter
+from megalin.errors import HostMemoryError
 
 _ALIGNMENT = 64
 _WRITE_BYTES = 16 << 20
@@ -39,9 +42,14 @@ class HostBuffer:
         self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, num_bytes: int, *, locked: bool) -> Tensor:
-        """[num_bytes] uint8; the contents are those of the call before, or undefined."""
+        """[num_bytes] uint8; the contents are those of the call before, or undefined.
+
+        Raises:
+            HostMemoryError: the host does not have as much memory left.
+        """
         if self._memory is None or self._memory.numel() != num_bytes:
             self.close()
+            _check_available(num_bytes)
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         if locked and not self._is_locked and num_bytes:
             code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
@@ -63,6 +71,26 @@ class HostBuffer:
         if self._memory is not None and self._is_locked:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._is_locked = None, False
+
+
+def _check_available(num_bytes: int) -> None:
+    """Raises HostMemoryError where these bytes on each rank of this host would make the kernel kill a process."""
+    ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes()
+    if available is not None and ranks * num_bytes > available:
+        raise HostMemoryError(
+            f"checkpoint.background needs {num_bytes / 2**30:.2f} GiB of host memory for the copy of a rank's state, and "
+            f"{available / 2**30:.2f} GiB are left for the {ranks} rank(s) of this host; set checkpoint.background "
+            "= false, or use more hosts"
+        )
+
+
+def available_bytes() -> int | None:
+    """Host memory that can be allocated without swapping; None where the kernel does not report it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
 
 
 class _CopiedFile(NamedTuple):

@@ -22,7 +22,7 @@ from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.publishing import prepare
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import training_tensors
-from megalin.errors import MegalinError, NumericError, RankStalledError, StorageError
+from megalin.errors import HostMemoryError, MegalinError, NumericError, RankStalledError, StorageError
 from megalin.parallel.agreement import on_every_rank, rank, sum_over_ranks
 from megalin.parallel.store_channel import StoreChannel
 from tests.checkpoint.saved import names, tensors, write
@@ -150,6 +150,19 @@ def test_failed_write_is_raised_and_the_next_save_works(
     start(saver, tmp_path, 3, tensors(3))
     saver.finish()
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_copy_that_does_not_fit_into_host_memory_is_refused(
+    tmp_path: Path, saver: BackgroundSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("megalin.checkpoint.snapshot.available_bytes", lambda: 500)
+    with pytest.raises(HostMemoryError, match=r"rank 0: checkpoint\.background needs 0\.00 GiB of host memory"):
+        start(saver, tmp_path, 1, tensors(1))
+    assert names(tmp_path) == []
+    monkeypatch.setattr("megalin.checkpoint.snapshot.available_bytes", lambda: 10**6)
+    start(saver, tmp_path, 1, tensors(1))
+    saver.finish()
 
 
 def _start_and_fail(saver: BackgroundSaver, root: Path) -> None:
