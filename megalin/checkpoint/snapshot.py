@@ -78,9 +78,9 @@ def _check_available(num_bytes: int) -> None:
     ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes()
     if available is not None and ranks * num_bytes > available:
         raise HostMemoryError(
-            f"checkpoint.background needs {num_bytes / 2**30:.2f} GiB of host memory for the copy of a rank's state, and "
-            f"{available / 2**30:.2f} GiB are left for the {ranks} rank(s) of this host; set checkpoint.background "
-            "= false, or use more hosts"
+            f"checkpoint.background needs {num_bytes / 2**30:.2f} GiB of host memory for the copy of a rank's state, "
+            f"and {available / 2**30:.2f} GiB are left for the {ranks} rank(s) of this host; set "
+            "checkpoint.background = false, or use more hosts"
         )
 
 
