@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +26,6 @@ _ALIGNMENT = 64
 _WRITE_BYTES = 16 << 20
 """Bytes that are hashed and written at a time; between two such parts the thread reports progress."""
 
-_log = logging.getLogger(__name__)
-
 
 class HostBuffer:
     """Host memory that is reused between saves; page-locked where a GPU copies into it.
@@ -45,19 +42,21 @@ class HostBuffer:
         """[num_bytes] uint8; the contents are those of the call before, or undefined.
 
         Raises:
-            HostMemoryError: the host does not have as much memory left.
+            HostMemoryError: the host does not have as much memory left, or CUDA cannot lock it.
         """
         if self._memory is None or self._memory.numel() != num_bytes:
             self.close()
             _check_available(num_bytes)
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         if locked and not self._is_locked and num_bytes:
-            code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0))
-            self._is_locked = code == 0
+            # 1: cudaHostRegisterPortable
+            code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 1))
             if code:
-                _log.warning(
-                    "%d bytes of host memory cannot be locked (CUDA error %d): saves take longer", num_bytes, code
+                raise HostMemoryError(
+                    f"checkpoint.background needs {num_bytes / 2**30:.2f} GiB of page-locked host memory, which CUDA "
+                    f"refuses (error {code}); set checkpoint.background = false, or allow the process to lock memory"
                 )
+            self._is_locked = True
         return self._memory
 
     def cuda_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -114,6 +113,7 @@ class SnapshotWriter(SafetensorsWriter):
         self._buffer = buffer
         self._files: list[_CopiedFile] = []
         self._sources: list[Tensor] = []
+        self._device: torch.device | None = None
         self.copied: torch.cuda.Event | None = None
         self.index: Index | None = None
 
@@ -121,7 +121,7 @@ class SnapshotWriter(SafetensorsWriter):
         """Launches the copy of this rank's boxes."""
         files = self.planned_files(plan)
         self._sources = [storage.piece_tensor(planner, piece) for file in files for piece in file.pieces]
-        device = next((source.device for source in self._sources if source.is_cuda), None)
+        self._device = device = next((source.device for source in self._sources if source.is_cuda), None)
         sizes = [sum(storage.num_bytes(piece) for piece in file.pieces) for file in files]
         starts = [0, *itertools.accumulate(size + -size % _ALIGNMENT for size in sizes)]
         memory = self._buffer.reserve(starts[-1], locked=device is not None)
@@ -135,7 +135,8 @@ class SnapshotWriter(SafetensorsWriter):
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 _copy(self._sources, boxes)
-            self.copied = stream.record_event()
+            self.copied = torch.cuda.Event(blocking=True)  # the thread that waits must not take a core
+            self.copied.record(stream)
         return storage.done([result for file in files for result in storage.write_results(file, None)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -152,6 +153,7 @@ class SnapshotWriter(SafetensorsWriter):
             OSError: a file cannot be written.
         """
         if self.copied is not None:
+            torch.cuda.set_device(self._device)  # else this thread opens a context on the first GPU
             self.copied.synchronize()
         self._sources = []  # memory of the copy's sources must not be reused before
         beat()
