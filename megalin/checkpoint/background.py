@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalin.checkpoint.manifest import FileRecord
-from megalin.checkpoint.publishing import Publication, begin, free_space, prune, publish, storage_failure
+from megalin.checkpoint.publishing import Publication, begin, free_space, prepare, prune, publish, storage_failure
 from megalin.checkpoint.save import run_writer
 from megalin.checkpoint.snapshot import HostBuffer, SnapshotWriter
 from megalin.checkpoint.storage import FILE_BYTES, write_index
@@ -64,6 +64,15 @@ class BackgroundSaver:
         self._buffer = HostBuffer()
         self._channel: StoreChannel | None = None
         self._writing: _Writing | None = None
+
+    def reserve(self, root: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES) -> None:
+        """Allocates the memory for saves of these tensors to `root` by a first copy, for which no save has to wait then;
+        a collective. Raises HostMemoryError as `start` does."""
+        publication = prepare(root, step=0, tensors=tensors, state={})
+        snapshot = SnapshotWriter(root / ".tmp-none", self._buffer, file_bytes=file_bytes)
+        run_writer(snapshot, tensors, publication)
+        if snapshot.copied is not None:
+            snapshot.copied.synchronize()
 
     def start(
         self, publication: Publication, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES

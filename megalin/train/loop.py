@@ -161,6 +161,7 @@ class TrainingLoop:
             PreemptionHandler() as preemption,
             without_long_collections() as freeze,
         ):
+            self._saves.reserve()
             self._begin()
             for line in self._report_lines():
                 log.print_line(line)

@@ -35,6 +35,12 @@ class RunSaves:
         self._heartbeat, self._saver = heartbeat, saver
         self._verified = VerifiedCheckpoints()
 
+    def reserve(self) -> None:
+        """Allocates the memory of saves in the background; a collective. Raises HostMemoryError on every rank if a host
+        does not have it."""
+        if self._saver is not None:
+            self._saver.reserve(self._run.checkpoints, self._engine.tensors())
+
     def save(self, step: int, log: RunLog, *, wait: bool) -> None:
         """Saves the state after `step`, while no later step is launched; a collective.
 

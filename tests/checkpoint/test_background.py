@@ -99,8 +99,10 @@ def test_files_are_those_of_a_foreground_save_of_the_state_at_the_start(tmp_path
     assert buffer.numel() <= 1.2 * sum(tensor.nbytes for tensor in state.values())
 
 
-def test_memory_is_reused(tmp_path: Path, saver: BackgroundSaver) -> None:
-    places = set()
+def test_memory_is_reserved_once(tmp_path: Path, saver: BackgroundSaver) -> None:
+    saver.reserve(tmp_path, tensors(0), file_bytes=LIMIT)
+    places = {saver._buffer._memory.data_ptr()}  # type: ignore[union-attr]
+    assert names(tmp_path) == []
     for number in (1, 2):
         start(saver, tmp_path, number, tensors(number))
         saver.finish()
