@@ -66,8 +66,8 @@ class BackgroundSaver:
         self._writing: _Writing | None = None
 
     def reserve(self, root: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES) -> None:
-        """Allocates the memory for saves of these tensors to `root` by a first copy, for which no save has to wait then;
-        a collective. Raises HostMemoryError as `start` does."""
+        """Allocates the memory for saves of these tensors to `root` by a first copy; a collective. Raises
+        HostMemoryError as `start` does."""
         publication = prepare(root, step=0, tensors=tensors, state={})
         snapshot = SnapshotWriter(root / ".tmp-none", self._buffer, file_bytes=file_bytes)
         run_writer(snapshot, tensors, publication)
