@@ -1,6 +1,7 @@
 """Random kills of a run: SIGKILL again and again, resume, and compare with a run that nobody disturbed.
 
 python tools/chaos.py --kills 10
+python tools/chaos.py --kills 10 --background
 
 Each kill comes at a random time after the start of training, at least one in four while a checkpoint is being written.
 Fails if the ledger of the killed run has lost, repeated or changed a step, or if a final weight differs in one bit.
@@ -37,8 +38,14 @@ class Chaos(NamedTuple):
     same_weights: bool
 
 
-def torment(folder: Path, *, kills: int, seed: int, steps: int, change: Change | None = None) -> Chaos:
-    """Trains `steps` steps twice, once with `kills` kills and with `change` in each killed process."""
+def torment(
+    folder: Path, *, kills: int, seed: int, steps: int, change: Change | None = None, background: bool = False
+) -> Chaos:
+    """Trains `steps` steps twice, once with `kills` kills and with `change` in each killed process.
+
+    Args:
+        background: the killed run saves in the background.
+    """
     lab = Lab(folder / "lab", folder)
     config = lab.config(train={"steps": steps, "stop_after_steps": steps}, checkpoint={"every_steps": 4})
     undisturbed = lab.train(config, folder="undisturbed", seconds=_LONGEST_SECONDS)
@@ -46,8 +53,9 @@ def torment(folder: Path, *, kills: int, seed: int, steps: int, change: Change |
         raise RuntimeError(f"the undisturbed run ended with {undisturbed.code}: {undisturbed.last_line}")
     rng, in_saves, done, run = random.Random(seed), 0, 0, lab.folder / "run"
     slow = change or partial(changes.slow_steps, _STEP_SECONDS)
+    overrides = ["checkpoint.background=true"] if background else []
     while done < kills:
-        running = lab.start("train", config, "--folder", run, change=slow)
+        running = lab.start("train", config, *overrides, "--folder", run, change=slow)
         if not _wait_for_kill(running, run, in_save=done % 4 == 0, delay=rng.uniform(0.0, 1.0)):
             break  # the run has ended
         running.kill(signal.SIGKILL)
@@ -83,10 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=10, help="number of kills (10)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the times of the kills (0)")
     parser.add_argument("--steps", type=int, help="steps of the run (6 for each kill)")
+    parser.add_argument("--background", action="store_true", help="save in the background")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = torment(Path(folder), kills=args.kills, seed=args.seed, steps=args.steps or 6 * args.kills)
+            steps = args.steps or 6 * args.kills
+            found = torment(Path(folder), kills=args.kills, seed=args.seed, steps=steps, background=args.background)
         finally:
             stop_server()
     print(

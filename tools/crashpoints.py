@@ -2,6 +2,7 @@
 
 python tools/crashpoints.py
 python tools/crashpoints.py --errno ENOSPC
+python tools/crashpoints.py --background
 
 After each, a verified checkpoint must load: the old one or the new one, with the right values. With --errno the
 operation raises instead, and the save must end with a StorageError or succeed. The last line counts the points.
@@ -23,9 +24,11 @@ from typing import NamedTuple
 import torch
 from fault_matrix import changes
 
+from megalin.checkpoint.background import BackgroundSaver
 from megalin.checkpoint.index import DTYPES
 from megalin.checkpoint.load import load, newest
-from megalin.checkpoint.save import save
+from megalin.checkpoint.publishing import prepare
+from megalin.checkpoint.save import save_now
 from megalin.errors import MegalinError, StorageError
 
 
@@ -44,12 +47,20 @@ def _tensors(step: int) -> dict[str, torch.Tensor]:
     return {f"weight{number}": torch.randn(30, 4, generator=generator) for number in range(3)}
 
 
-def _save(root: Path, step: int) -> None:
+def _save(root: Path, step: int, *, background: bool = False) -> None:
     # Three files, so that there are points between them.
-    save(root, step=step, tensors=_tensors(step), state={"step": step}, keep_latest=2, file_bytes=1200)
+    tensors = _tensors(step)
+    publication = prepare(root, step=step, tensors=tensors, state={"step": step}, keep_latest=2)
+    if not background:
+        save_now(publication, tensors, file_bytes=1200)
+        return
+    saver = BackgroundSaver(60.0)
+    with saver.completing():
+        saver.start(publication, tensors, file_bytes=1200)
+        saver.finish()
 
 
-def _save_and_crash(root: Path, number: int, code: int | None) -> None:
+def _save_and_crash(root: Path, number: int, code: int | None, background: bool) -> None:
     """Saves step 3, after which step 1 is pruned; exits with 0, 5 after a StorageError, 1 after another error."""
     logging.disable()
     if code is None:
@@ -57,15 +68,15 @@ def _save_and_crash(root: Path, number: int, code: int | None) -> None:
     else:
         changes.fail_at_operation(number, code)
     try:
-        _save(root, 3)
+        _save(root, 3, background=background)
     except StorageError:
         os._exit(5)
     os._exit(0)
 
 
-def _count(root: Path, output: Path) -> None:
+def _count(root: Path, output: Path, background: bool) -> None:
     changes.count_operations(str(output))
-    _save(root, 3)
+    _save(root, 3, background=background)
 
 
 def _is_right(root: Path) -> bool:
@@ -90,8 +101,12 @@ def _in_process(target: partial[None]) -> int:
     return process.exitcode
 
 
-def crash_points(folder: Path, *, code: int | None = None, every: int = 1) -> Found:
-    """Tries every `every`-th operation: kills there, or raises OSError with the errno `code`."""
+def crash_points(folder: Path, *, code: int | None = None, every: int = 1, background: bool = False) -> Found:
+    """Tries every `every`-th operation: kills there, or raises OSError with the errno `code`.
+
+    Args:
+        background: the save runs in a thread.
+    """
     folder.mkdir(parents=True)
 
     def prepared(name: str) -> Path:
@@ -100,12 +115,12 @@ def crash_points(folder: Path, *, code: int | None = None, every: int = 1) -> Fo
         return folder / name
 
     counter = folder / "count"
-    assert _in_process(partial(_count, prepared("counted"), counter)) == 0
+    assert _in_process(partial(_count, prepared("counted"), counter, background)) == 0
     lost = wrong = 0
     numbers = range(1, int(counter.read_text()) + 1, every)
     for number in numbers:
         root = prepared(str(number))
-        exit_code = _in_process(partial(_save_and_crash, root, number, code))
+        exit_code = _in_process(partial(_save_and_crash, root, number, code, background))
         lost += not _is_right(root)
         wrong += exit_code not in ((-9,) if code is None else (0, 5))
     return Found(len(numbers), lost, wrong)
@@ -115,13 +130,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the tool; returns 0 if nothing is lost and every error is a StorageError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--errno", help="raise this error, for example ENOSPC or EIO, instead of dying")
+    parser.add_argument("--background", action="store_true", help="save in the background")
     args = parser.parse_args(arguments)
     code = None if args.errno is None else getattr(errno, args.errno, None)
     if args.errno is not None and not isinstance(code, int):
         parser.error(f"--errno {args.errno}: no such error; use ENOSPC, EIO or EDQUOT")
     logging.getLogger("megalin").setLevel(logging.ERROR)  # leftovers and damaged directories are warnings
     with tempfile.TemporaryDirectory() as folder:
-        found = crash_points(Path(folder) / "points", code=code)
+        found = crash_points(Path(folder) / "points", code=code, background=args.background)
     good = found.points - found.lost
     print(f"{good} of {found.points} points leave a verified checkpoint; {found.wrong} end with another error")
     return int(found.lost > 0 or found.wrong > 0)

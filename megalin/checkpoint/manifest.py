@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -135,15 +136,27 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     return manifest
 
 
-def file_problems(directory: Path, manifest: CheckpointManifest, *, part: int = 0, num_parts: int = 1) -> list[str]:
+def file_problems(
+    directory: Path,
+    manifest: CheckpointManifest,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+    on_file: Callable[[], None] | None = None,
+) -> list[str]:
     """Checks the files of `manifest`: lists those that are missing or differ in size or bytes.
 
-    Each of several ranks checks its own part. Hashing runs in threads (about 2 GB/s each).
+    Each of several ranks checks its own part. Hashing runs in threads (about 2 GB/s each); with `on_file`, which is
+    called after each file, in one, as training needs the others.
     """
     records = sorted(manifest.files.items(), key=lambda entry: (-entry[1].size, entry[0]))[part::num_parts]
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        problems = pool.map(lambda entry: _file_problem(directory / entry[0], entry[1]), records)
-        return [problem for problem in problems if problem is not None]
+    with ThreadPoolExecutor(_HASH_THREADS if on_file is None else 1) as pool:
+        problems = []
+        for problem in pool.map(lambda entry: _file_problem(directory / entry[0], entry[1]), records):
+            problems += [] if problem is None else [problem]
+            if on_file is not None:
+                on_file()
+        return problems
 
 
 def _file_problem(path: Path, record: FileRecord) -> str | None:

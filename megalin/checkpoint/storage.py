@@ -55,7 +55,7 @@ HEADER_LIMIT_BYTES = 100_000_000
 _HEADER_RESERVE_BYTES = 1 << 24
 
 
-class _Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A box of a write item, small enough for one file."""
 
     item: WriteItem
@@ -63,9 +63,17 @@ class _Piece(NamedTuple):
     lengths: tuple[int, ...]
 
 
+class PlannedFile(NamedTuple):
+    """A safetensors file: its header, and the pieces that follow it without gaps."""
+
+    name: str
+    header: bytes
+    pieces: Sequence[TensorPiece]
+
+
 class _Stored(NamedTuple):
     chunk: Chunk
-    record: FileRecord
+    record: FileRecord | None  # None: of a file that is written later
 
 
 class SafetensorsWriter(StorageWriter):
@@ -75,7 +83,7 @@ class SafetensorsWriter(StorageWriter):
         self, directory: Path, publish: Callable[[dict[str, FileRecord]], None], *, file_bytes: int = FILE_BYTES
     ) -> None:
         """`publish` is called on rank 0 with the record of every file, after all files are on the disk."""
-        self._directory = directory
+        self.directory = directory
         self._publish = publish
         self._payload_bytes = max(file_bytes - _HEADER_RESERVE_BYTES, file_bytes // 2)
 
@@ -96,37 +104,30 @@ class SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes, hashes and syncs this rank's files. Raises OSError."""
+        results = []
+        for file in self.planned_files(plan):
+            data = (array_of(piece_tensor(planner, piece).to("cpu").contiguous()) for piece in file.pieces)
+            record = write_file(self.directory / file.name, itertools.chain([file.header], data))
+            results += write_results(file, record)
+        return done(results)
+
+    def planned_files(self, plan: SavePlan) -> list[PlannedFile]:
+        """This rank's files of at most `file_bytes`."""
         pieces = [piece for item in plan.items for piece in _pieces(item, self._payload_bytes)]
         # Sorting by element size, widest first, aligns every entry to its element size.
         pieces.sort(key=lambda piece: -_properties(piece.item).dtype.itemsize)
-        results = []
+        files = []
         for number, group in enumerate(_groups(pieces, self._payload_bytes)):
             name = f"{plan.storage_data}-{number:05d}.safetensors"
-            record = _write_file(self._directory / name, group, planner)
-            for piece in group:
-                chunk = Chunk(offsets=list(_offsets(piece)), lengths=list(piece.lengths), file=name)
-                results.append(WriteResult(piece.item.index, _num_bytes(piece), _Stored(chunk, record)))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+            files.append(PlannedFile(name, _header(name, group), group))
+        return files
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0: writes index.json from the ranks' results and publishes. Raises OSError."""
-        chunks: dict[str, list[Chunk]] = defaultdict(list)
-        files: dict[str, FileRecord] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            stored: _Stored = result.storage_data
-            chunks[result.index.fqn].append(stored.chunk)
-            files[stored.chunk.file] = stored.record
-        records = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), name
-            dtype = DTYPE_NAMES[tensor.properties.dtype]
-            records[name] = TensorRecord(dtype=dtype, shape=list(tensor.size), chunks=chunks[name])  # type: ignore[arg-type]
-        data = Index(tensors=records).model_dump_json().encode()
-        write_new(self._directory / INDEX_FILE, data)
-        files[INDEX_FILE] = FileRecord.of(data)
-        self._publish(files)
+        files = {
+            result.storage_data.chunk.file: result.storage_data.record for of_rank in results for result in of_rank
+        }
+        self._publish(files | write_index(self.directory, index_of(metadata, results)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -269,17 +270,23 @@ def _properties(item: WriteItem) -> TensorProperties:
     return item.tensor_data.properties
 
 
-def _offsets(piece: _Piece) -> tuple[int, ...]:
+def _offsets(piece: TensorPiece) -> tuple[int, ...]:
     assert piece.item.tensor_data is not None, piece.item.index
     outer = piece.item.tensor_data.chunk.offsets
     return tuple(first + start for first, start in zip(outer, piece.starts, strict=True))
 
 
-def _num_bytes(piece: _Piece) -> int:
-    return math.prod(piece.lengths) * _properties(piece.item).dtype.itemsize
+def dtype_of(piece: TensorPiece) -> torch.dtype:
+    """Dtype of a piece."""
+    return _properties(piece.item).dtype
 
 
-def _pieces(item: WriteItem, limit_bytes: int) -> Iterator[_Piece]:
+def num_bytes(piece: TensorPiece) -> int:
+    """Bytes of a piece."""
+    return math.prod(piece.lengths) * dtype_of(piece).itemsize
+
+
+def _pieces(item: WriteItem, limit_bytes: int) -> Iterator[TensorPiece]:
     """Cuts an item that is larger than a file along its first dims; yields nothing for an empty shard."""
     assert item.tensor_data is not None, item.index
     lengths = tuple(item.tensor_data.chunk.sizes)
@@ -287,10 +294,10 @@ def _pieces(item: WriteItem, limit_bytes: int) -> Iterator[_Piece]:
         yield from _cut(item, (0,) * len(lengths), lengths, max(1, limit_bytes // _properties(item).dtype.itemsize))
 
 
-def _cut(item: WriteItem, starts: tuple[int, ...], lengths: tuple[int, ...], limit: int) -> Iterator[_Piece]:
+def _cut(item: WriteItem, starts: tuple[int, ...], lengths: tuple[int, ...], limit: int) -> Iterator[TensorPiece]:
     dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
     if dim is None or math.prod(lengths) <= limit:
-        yield _Piece(item, starts, lengths)
+        yield TensorPiece(item, starts, lengths)
         return
     step = max(1, limit // math.prod(lengths[dim + 1 :]))
     for first in range(0, lengths[dim], step):
@@ -303,10 +310,10 @@ def _cut(item: WriteItem, starts: tuple[int, ...], lengths: tuple[int, ...], lim
         )
 
 
-def _groups(pieces: Iterable[_Piece], limit_bytes: int) -> Iterator[list[_Piece]]:
-    group: list[_Piece] = []
+def _groups(pieces: Iterable[TensorPiece], limit_bytes: int) -> Iterator[list[TensorPiece]]:
+    group: list[TensorPiece] = []
     for piece in pieces:
-        if group and sum(map(_num_bytes, group)) + _num_bytes(piece) > limit_bytes:
+        if group and sum(map(num_bytes, group)) + num_bytes(piece) > limit_bytes:
             yield group
             group = []
         group.append(piece)
@@ -314,32 +321,79 @@ def _groups(pieces: Iterable[_Piece], limit_bytes: int) -> Iterator[list[_Piece]
         yield group
 
 
-def _write_file(path: Path, pieces: Sequence[_Piece], planner: SavePlanner) -> FileRecord:
-    header: dict[str, Any] = {}
-    position = 0
-    for piece in pieces:
-        assert piece.item.tensor_data is not None, piece.item.index
-        chunk = Chunk(offsets=list(_offsets(piece)), lengths=list(piece.lengths), file=path.name)
-        key = chunk_key(piece.item.index.fqn, list(piece.item.tensor_data.size), chunk)
-        end = position + _num_bytes(piece)
-        dtype = DTYPE_NAMES[_properties(piece.item).dtype]
-        header[key] = {"dtype": dtype, "shape": list(piece.lengths), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+def piece_tensor(planner: SavePlanner, piece: TensorPiece) -> Tensor:
+    """The box of a piece, a view of the tensor to save."""
+    tensor = planner.resolve_data(piece.item)
+    assert isinstance(tensor, Tensor), piece.item.index
+    box = tuple(slice(start, start + length) for start, length in zip(piece.starts, piece.lengths, strict=True))
+    return tensor.detach()[box]
+
+
+def array_of(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor in host memory, as a NumPy array over the same memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def write_file(path: Path, parts: Iterable[Any]) -> FileRecord:
+    """Writes, hashes and syncs a new file of these parts. Raises OSError."""
     digest = hashlib.sha256()
     size = 0
     with open(path, "xb") as file:
-        for data in itertools.chain((struct.pack("<Q", len(text)), text), (_bytes(planner, piece) for piece in pieces)):
+        for data in parts:
             digest.update(data)
             size += file.write(data)
         sync(file)
     return FileRecord(size=size, sha256=digest.hexdigest())
 
 
-def _bytes(planner: SavePlanner, piece: _Piece) -> Any:
-    tensor = planner.resolve_data(piece.item)
-    assert isinstance(tensor, Tensor), piece.item.index
-    box = tuple(slice(start, start + length) for start, length in zip(piece.starts, piece.lengths, strict=True))
-    flat = tensor.detach()[box].to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+def write_results(file: PlannedFile, record: FileRecord | None) -> list[WriteResult]:
+    """Results of a file for torch; `record` is None if it is written later."""
+    results = []
+    for piece in file.pieces:
+        chunk = Chunk(offsets=list(_offsets(piece)), lengths=list(piece.lengths), file=file.name)
+        results.append(WriteResult(piece.item.index, num_bytes(piece), _Stored(chunk, record)))
+    return results
+
+
+def done(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    """A future of torch that has these results."""
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(results)
+    return future
+
+
+def index_of(metadata: Metadata, results: list[list[WriteResult]]) -> Index:
+    """The index of a checkpoint from torch's metadata and the results of all ranks."""
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for result in (result for of_rank in results for result in of_rank):
+        chunks[result.index.fqn].append(result.storage_data.chunk)
+    records = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), name
+        dtype = DTYPE_NAMES[tensor.properties.dtype]
+        records[name] = TensorRecord(dtype=dtype, shape=list(tensor.size), chunks=chunks[name])  # type: ignore[arg-type]
+    return Index(tensors=records)
+
+
+def write_index(directory: Path, index: Index) -> dict[str, FileRecord]:
+    """Writes index.json; returns its record by its name. Raises OSError."""
+    data = index.model_dump_json().encode()
+    write_new(directory / INDEX_FILE, data)
+    return {INDEX_FILE: FileRecord.of(data)}
+
+
+def _header(name: str, pieces: Sequence[TensorPiece]) -> bytes:
+    """The header of a safetensors file, with its length before it."""
+    header: dict[str, Any] = {}
+    position = 0
+    for piece in pieces:
+        assert piece.item.tensor_data is not None, piece.item.index
+        chunk = Chunk(offsets=list(_offsets(piece)), lengths=list(piece.lengths), file=name)
+        key = chunk_key(piece.item.index.fqn, list(piece.item.tensor_data.size), chunk)
+        end = position + num_bytes(piece)
+        dtype = DTYPE_NAMES[_properties(piece.item).dtype]
+        header[key] = {"dtype": dtype, "shape": list(piece.lengths), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -86,6 +86,11 @@ def report_failed_ranks(
         raise kind(f"rank {rendezvous.rank}: a collective failed, {silent}: {failed}") from error
 
 
+def is_rank_failure(error: BaseException) -> bool:
+    """Whether the error is that of a failed rank, or of a collective that failed because of one."""
+    return any(isinstance(cause, RankFailedError) or _is_collective_error(cause) for cause in causes(error))
+
+
 def _is_collective_error(error: BaseException) -> bool:
     communication = "gloo" in str(error) or "launch failure" in str(error)
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and communication)

@@ -83,6 +83,7 @@ def run_ranks(
                 worker.join(timeout=10 if done.is_set() else 0)
                 if worker.is_alive():
                     worker.kill()
+                    worker.join()  # its locks are free
     return [results[rank] for rank in range(world_size)]
 
 

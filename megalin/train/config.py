@@ -90,7 +90,8 @@ class TrainConfig(Config):
     exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process
     only the wait for its samples ends."""
     phase_timeout_seconds: float = pydantic.Field(default=1800.0, ge=1.0)
-    """The same limit for a start, a first step, the capture of a CUDA graph, an evaluation and a checkpoint."""
+    """The same limit for a start, a first step, the capture of a CUDA graph, an evaluation and a checkpoint, also
+    for one that is written in the background."""
     stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
     """Saves and stops after this step, to resume later; the schedule still counts on `steps`."""
 

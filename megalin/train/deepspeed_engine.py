@@ -209,6 +209,9 @@ class DeepSpeedEngine:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
         return tensors | scale | self._spikes.tensors() | self._hooks.tensors()
 
+    def wait_before_update(self, copied: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(copied)
+
     def load(self, checkpoint: Checkpoint) -> None:
         shards = {(name, key): self._empty(name) for name in self._parameters for key in (None, *_MOMENTS)}
         tensors: dict[str, Tensor] = {

@@ -64,6 +64,9 @@ class Engine(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint."""
 
+    def wait_before_update(self, copied: torch.cuda.Event) -> None:
+        """Makes the next update of the weights wait on the GPU for an event: that of a copy of `tensors`."""
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Loads weights, moments and the state of update hooks from a checkpoint of any mesh and engine.
 
@@ -92,6 +95,7 @@ class _StepOptions(TypedDict):
     loss_scale: LossScale | None
     spikes: SpikeGuard | None
     compare_kernels: bool
+    copied: torch.cuda.Event | None
 
 
 class FullyShardedEngine:
@@ -119,6 +123,7 @@ class FullyShardedEngine:
         self._loss_scale, self._spikes = make_loss_scale(train, mesh), make_spike_guard(train, mesh)
         self.settings: Mapping[str, Any] = {}
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
+        self._copied: torch.cuda.Event | None = None
         self._graph: GradientGraph | None = None
         if train.cuda_graphs:
             assert not isinstance(self.model, Pipeline), config.parallel
@@ -135,8 +140,9 @@ class FullyShardedEngine:
             loss_scale=self._loss_scale,
             spikes=self._spikes,
             compare_kernels=not self._has_stepped,
+            copied=self._copied,
         )
-        self._has_stepped = True
+        self._has_stepped, self._copied = True, None
         if self._graph is None:
             launched = train_step(self.model, self._optimizer, batches, self._mesh, **options)
         else:
@@ -165,6 +171,9 @@ class FullyShardedEngine:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
         state = scale | self._spikes.tensors() | self._hooks.tensors()
         return training_tensors(self.model, self._optimizer) | state
+
+    def wait_before_update(self, copied: torch.cuda.Event) -> None:
+        self._copied = copied
 
     def load(self, checkpoint: Checkpoint) -> None:
         tensors = training_tensors(self.model, self._optimizer)

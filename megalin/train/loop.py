@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from megalin.checkpoint.save import save
-from megalin.checkpoint.verification import VerifiedCheckpoints
+from megalin.checkpoint.background import BackgroundSaver
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
@@ -35,9 +34,10 @@ from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, n
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
-from megalin.train.resume import checkpoint_state, find_checkpoint, resume
+from megalin.train.resume import find_checkpoint, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog, open_run_log
+from megalin.train.saves import RunSaves
 from megalin.train.shard_check import verify_shards
 from megalin.train.start_checks import check_same_start
 from megalin.train.start_lines import start_lines
@@ -86,6 +86,7 @@ class TrainingLoop:
         hooks: Sequence[UpdateHook] = (),
         tasks: TaskRunner | None = None,
         watchdog: Watchdog | None = None,
+        saver: BackgroundSaver | None = None,
     ) -> None:
         """Opens the data, builds the model, and loads the newest checkpoint if there is one, else that of the run to
         branch from or the initial weights if the config names some.
@@ -114,7 +115,7 @@ class TrainingLoop:
         self.engine = _make_engine(config, mesh, hooks)
         self.model = self.engine.model
         self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
-        self._verified = VerifiedCheckpoints()
+        self._saves = RunSaves(config, self.data, run, self.engine, mesh.launches, saver)
         self.initial_weights: InitialWeights | None = None
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
@@ -160,13 +161,16 @@ class TrainingLoop:
             PreemptionHandler() as preemption,
             without_long_collections() as freeze,
         ):
+            self._saves.reserve()
             self._begin()
             for line in self._report_lines():
                 log.print_line(line)
-            reader = StepReader(loader, self.mesh, preemption)
+            reader = StepReader(loader, self.mesh, preemption, self._saves.has_ended)
             self._heartbeat.enter("first step")
             for step in range(self.resumed_step + 1, self.last_step + 1):
                 data, self._own_seconds = reader.read(step, own_seconds=self._own_seconds), 0.0
+                if data.save_has_ended:
+                    self._saves.finish(log)
                 if data.stop is None:
                     in_flight.push(self._launch(step, data))
                 for finished in in_flight.finished(drain=data.stop is not None or self._is_due(step)):
@@ -183,7 +187,7 @@ class TrainingLoop:
                     self._warn_of_spike(finished)
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
-                        self._save(finished.step, log)
+                        self._saves.save(finished.step, log, wait=finished.step == self.last_step)
                 if data.stop is not None:
                     self._stop_early(data.stop, step - 1, log)
                 if step == self.resumed_step + 1:
@@ -289,28 +293,15 @@ class TrainingLoop:
         with self._heartbeat.in_phase("tasks"):
             return self.tasks.run(self.model, self.mesh, step=step)
 
-    def _save(self, step: int, log: RunLog) -> None:
-        with log.timed_save(step), self._heartbeat.in_phase("save"):
-            log.sync()
-            self._save_now(step)
-
-    def _save_now(self, step: int) -> None:
-        save(
-            self.run.checkpoints,
-            step=step,
-            tensors=self.engine.tensors(),
-            state=checkpoint_state(self.config, self.data, step),
-            keep_latest=self.config.checkpoint.keep_latest,
-            keep_steps=self.config.checkpoint.keep_steps,
-            verified=self._verified,
-        )
-
     def _stop_early(self, stop: DataFailure | Preemption, step: int, log: RunLog) -> NoReturn:
         """Ends the run after `step` finished steps; after a SIGTERM they are saved first."""
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._is_save_due(step):
-            self._save(step, log)
+            self._saves.save(step, log, wait=True)
+        else:
+            with self._heartbeat.in_phase("save"):
+                self._saves.finish(log)
         raise PreemptedError(
             f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
             "run the same command to continue"
@@ -357,17 +348,19 @@ def train(
     _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)
+    saver = BackgroundSaver(config.train.phase_timeout_seconds) if config.checkpoint.background else None
     # Failed ranks are reported inside the event log, so that its error names them.
     with (
         RunFolder(path) as run,
         EventLog(run.incidents) as event_log,
         watched(config, run, event_log) as watchdog,
+        nullcontext() if saver is None else saver.completing(),
         report_failed_ranks(default_rendezvous(), find_verdict=no_verdict if watchdog is None else watchdog.verdict),
         report_host_memory(),
     ):
         if run.previous_owner is not None:
             event_log.write("taken over", f"from {run.previous_owner}, which ended without closing the folder")
-        loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks, watchdog)
+        loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks, watchdog, saver)
         with closing(loop.engine):
             return loop.train()
 

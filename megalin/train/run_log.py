@@ -10,6 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megalin.checkpoint.background import FinishedSave
 from megalin.errors import StorageError
 from megalin.ops.dispatch import backend
 from megalin.parallel.agreement import on_every_rank
@@ -41,7 +42,7 @@ class RunLog:
         self._config, self._mesh, self._run, self._loss_names = config, mesh, run, model.loss_names
         self._metrics, self._ledger = metrics, ledger
         self._seconds: dict[str, float] = {}
-        self._data_wait, self._saves = DataWaitMonitor(), SaveMonitor()
+        self._data_wait, self._saves = DataWaitMonitor(), SaveMonitor(in_background=config.checkpoint.background)
         self._flops_per_token = model.training_flops(config.data.sequence_length)
 
     def print_line(self, line: str) -> None:
@@ -107,6 +108,10 @@ class RunLog:
         slow = self._saves.add(started=started, ended=time.perf_counter())
         if slow and dist.get_rank() == 0:
             _log.warning("step %d: %s", step, slow)
+
+    def add_written(self, written: FinishedSave) -> None:
+        """Adds the seconds in which a checkpoint was written in the background to the next line of metrics."""
+        self._seconds["save_write_seconds"] = written.write_seconds
 
     def write_rest(self) -> None:
         """Prints the seconds that no line of metrics took any more: those of the last checkpoint."""

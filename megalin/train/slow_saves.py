@@ -15,9 +15,14 @@ PAUSE = 20
 
 
 class SaveMonitor:
-    """Reports saves that hold up training; the steps wait for them."""
+    """Reports saves that hold up training; the steps wait for them.
 
-    def __init__(self) -> None:
+    Args:
+        in_background: the steps wait for copies, and for a save before that is still being written.
+    """
+
+    def __init__(self, *, in_background: bool = False) -> None:
+        self._remedy = "or use faster storage" if in_background else "use faster storage, or set checkpoint.background"
         self._saves: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # duration, time since the end of the one before
         self._last_end: float | None = None
         self._num_saves = 0
@@ -39,5 +44,5 @@ class SaveMonitor:
         self._next_report = self._num_saves + PAUSE
         return (
             f"the last {WINDOW} saves took {saved / WINDOW:.1f} s each, {fraction:.0%} of the time; raise "
-            "checkpoint.every_steps, or use faster storage"
+            f"checkpoint.every_steps, {self._remedy}"
         )

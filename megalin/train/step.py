@@ -200,6 +200,7 @@ def train_step(
     loss_scale: LossScale | None = None,
     spikes: SpikeGuard | None = None,
     compare_kernels: bool = False,
+    copied: torch.cuda.Event | None = None,
 ) -> LaunchedStep:
     """One update of the weights: `accumulate_gradients`, then `apply_gradients`.
 
@@ -208,6 +209,7 @@ def train_step(
         loss_scale: of a run in float16.
         spikes: the losses and norms of the steps before.
         compare_kernels: as in `apply_gradients`.
+        copied: recorded after a copy of the state before this step, for which the update waits on the GPU.
     """
     timer = timer or StepTimer(mesh.device)
     timer.start()
@@ -223,6 +225,7 @@ def train_step(
         loss_scale=loss_scale,
         spikes=spikes,
         compare_kernels=compare_kernels,
+        copied=copied,
     )
 
 
@@ -238,9 +241,10 @@ def apply_gradients(
     loss_scale: LossScale | None = None,
     spikes: SpikeGuard | None = None,
     compare_kernels: bool = False,
+    copied: torch.cuda.Event | None = None,
 ) -> LaunchedStep:
-    """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `step` is for
-    messages.
+    """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `copied` is
+    that of `train_step`, `step` is for messages.
 
     The host waits for none of it, so it can launch the next step while the device works. If the loss or the gradient
     is not finite, the device skips this update and every later one until that result has been waited for. With a loss
@@ -266,6 +270,8 @@ def apply_gradients(
         norms = clip_gradients(given.values(), max_grad_norm, loss_scale=scale)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
     scalars = [values]
+    if copied is not None:
+        torch.cuda.current_stream().wait_event(copied)
     if loss_scale is None:
         sound, skip = values.isfinite().all(), None
     else:

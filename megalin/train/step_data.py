@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -58,6 +59,8 @@ class StepData(NamedTuple):
     """By rank: own time in an earlier step, without waits for other ranks; 0 where there is no new one."""
     stop: DataFailure | Preemption | None
     """Reason to end the run, of the same type on every rank; None: the step can be launched."""
+    save_has_ended: bool
+    """Whether the threads of all ranks have ended with the save in flight; the same on every rank."""
 
 
 def describe_samples(config: RunConfig, data: Training, mesh: Mesh, step: int) -> str:
@@ -113,10 +116,16 @@ def _check_label_fraction(batch: AnyBatch, max_fraction: float) -> None:
 
 
 class StepReader:
-    """Reads the samples of each step, and agrees with all ranks on whether the run goes on."""
+    """Reads the samples of each step, and agrees with all ranks on whether the run goes on.
 
-    def __init__(self, loader: Loader[Any], mesh: Mesh, preemption: PreemptionHandler) -> None:
+    `save_has_ended` tests this rank's thread of the save in flight.
+    """
+
+    def __init__(
+        self, loader: Loader[Any], mesh: Mesh, preemption: PreemptionHandler, save_has_ended: Callable[[], bool]
+    ) -> None:
         self._loader, self._mesh, self._preemption = loader, mesh, preemption
+        self._save_has_ended = save_has_ended
 
     def read(self, step: int, *, own_seconds: float = 0.0) -> StepData:
         """Reads the samples of `step`, counted from 1. A collective on the host, which does not wait for the device.
@@ -142,11 +151,12 @@ class StepReader:
         # Over all axes: ranks of other layers or shards read the same samples, each from its own disk. Only one of the
         # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
-        flags = torch.tensor([error is not None, self._preemption.received, mesh.launch_order.residual()]).long()
+        stops = [error is not None, self._preemption.received, self._save_has_ended()]
+        flags = torch.tensor([*stops, mesh.launch_order.residual()]).long()
         times = torch.zeros(2, world_size(), dtype=torch.int64)  # microseconds
         times[:, rank()] = torch.tensor([round(waited * 1e6), round(own_seconds * 1e6)])
         sums = sum_over_ranks(torch.cat([flags, counts * own.digest, times.flatten()]))
-        failed, terminated, residual, *digest = sums[: -times.numel()].tolist()
+        failed, terminated, saved, residual, *digest = sums[: -times.numel()].tolist()
         waits, owns = sums[-times.numel() :].view_as(times)
         longest = int(waits.argmax())
         if residual:
@@ -154,4 +164,12 @@ class StepReader:
         stop = DataFailure(error) if failed else Preemption() if terminated else None
         batches = [] if stop else [batch_to(batch, mesh.device) for batch in own.batches]
         by_rank = [microseconds / 1e6 for microseconds in owns.tolist()]
-        return StepData(batches, torch.tensor(digest), int(waits[longest]) / 1e6, longest, by_rank, stop)
+        return StepData(
+            batches,
+            torch.tensor(digest),
+            int(waits[longest]) / 1e6,
+            longest,
+            by_rank,
+            stop,
+            save_has_ended=saved == world_size(),
+        )

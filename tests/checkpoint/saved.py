@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from megalin.checkpoint.background import BackgroundSaver
 from megalin.checkpoint.manifest import MANIFEST_FILE, FileRecord
+from megalin.checkpoint.publishing import prepare
 from megalin.checkpoint.save import save
 
 
@@ -26,6 +28,16 @@ def write(root: Path, *steps: int, keep: int | None = None) -> Path:
     for step in steps:
         target = save(root, step=step, tensors=tensors(step), state={"step": step}, keep_latest=keep)
     return target
+
+
+def write_in_background(root: Path, *steps: int, keep: int | None = None) -> None:
+    """Saves each step in the background, one after the other."""
+    saver = BackgroundSaver(60.0)
+    with saver.completing():
+        for step in steps:
+            saved = tensors(step)
+            saver.start(prepare(root, step=step, tensors=saved, state={"step": step}, keep_latest=keep), saved)
+            saver.finish()
 
 
 def names(root: Path) -> list[str]:

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megalin.checkpoint.save import save
 from megalin.checkpoint.verification import VerifiedCheckpoints
 from megalin.errors import StorageError
 from megalin.files import FolderLock
-from tests.checkpoint.saved import names, tensors, write
+from tests.checkpoint.saved import names, tensors, write, write_in_background
 from tests.ranks import RankFailedError, run_ranks
 
 
@@ -152,7 +153,7 @@ def test_an_old_checkpoint_that_cannot_go_is_a_warning(
         raise OSError("device busy")
 
     write(tmp_path, 1)
-    monkeypatch.setattr("megalin.checkpoint.save.remove", refuse)
+    monkeypatch.setattr("megalin.checkpoint.publishing.remove", refuse)
     write(tmp_path, 2, keep=1)
     assert "an old checkpoint could not be removed: device busy" in caplog.text
     _assert_loads(tmp_path, 2)
@@ -224,7 +225,7 @@ def test_one_rank_without_room_stops_every_rank_with_one_message(tmp_path: Path,
 _OPERATIONS = ["mkdir", "fsync", "rename", "unlink", "rmdir"]
 
 
-def _save_and_die(root: Path, dying_rank: int, operation_number: int) -> None:
+def _save_and_die(root: Path, save_step: Callable[..., object], dying_rank: int, operation_number: int) -> None:
     """Saves on this rank; `dying_rank` kills itself before its n-th call that changes the file system."""
     count = 0
 
@@ -242,19 +243,28 @@ def _save_and_die(root: Path, dying_rank: int, operation_number: int) -> None:
     if torch.distributed.get_rank() == dying_rank:
         for name in _OPERATIONS:
             setattr(os, name, wrap(getattr(os, name)))
-    write(root, 2, keep=1)
+    save_step(root, 2, keep=1)
 
 
-@pytest.mark.parametrize(("world_size", "dying_rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "dying_rank", "save_step"),
+    [
+        (1, 0, write),
+        (2, 1, write),
+        pytest.param(1, 0, write_in_background, marks=pytest.mark.slow),
+        pytest.param(2, 0, write_in_background, marks=pytest.mark.slow),
+        pytest.param(2, 1, write_in_background, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_any_moment_the_old_or_the_new_checkpoint_is_there(
-    tmp_path: Path, world_size: int, dying_rank: int
+    tmp_path: Path, world_size: int, dying_rank: int, save_step: Callable[..., object]
 ) -> None:
     published = []
     for number in range(1, 40):
         root = tmp_path / str(number)
         write(root, 1)
         try:
-            run_ranks(world_size, _save_and_die, root, dying_rank, number)
+            run_ranks(world_size, _save_and_die, root, save_step, dying_rank, number)
         except RankFailedError:
             checkpoint = newest(root)
             assert checkpoint is not None

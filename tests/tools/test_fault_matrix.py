@@ -111,8 +111,9 @@ def test_every_row_of_the_matrix_that_is_built_passes():
 
 
 @pytest.mark.slow
-def test_killed_run_ends_as_the_undisturbed_one():
-    code, text = _tool("chaos.py", "--kills", "3")
+@pytest.mark.parametrize("options", [[], ["--background"]])
+def test_killed_run_ends_as_the_undisturbed_one(options):
+    code, text = _tool("chaos.py", "--kills", "3", *options)
     assert code == 0, text
     assert "3 kills" in text
     assert "ledger equal, final weights equal" in text
@@ -132,7 +133,9 @@ def test_killed_process_that_reads_other_samples_is_found(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--errno", "ENOSPC"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--errno", "ENOSPC"], ["--background"], ["--background", "--errno", "ENOSPC"]]
+)
 def test_every_operation_of_a_save_is_a_crash_point(options):
     code, text = _tool("crashpoints.py", *options)
     assert code == 0, text

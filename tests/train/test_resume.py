@@ -43,6 +43,7 @@ MESHES = {
         ["train.micro_batch_size=1", "train.recompute=true", "data.workers=3", "data.read_ahead_steps=2"],
     ),
 }
+BACKGROUND = "checkpoint.background=true"
 RESUMED = ("single", "dp2_accumulating")
 """Meshes on which make test stops and resumes a run; on tp2 it resumes the run whose second rank is killed."""
 SLOW_MESHES = {
@@ -65,14 +66,15 @@ def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of uninterrupted runs of 12 steps, by mesh, each next to `stopped`, which stopped after 5 and resumed:
-    all of them with the slow tests, else those of RESUMED."""
+    """Folders of uninterrupted runs of 12 steps, by mesh, each next to `stopped`, which stopped after 5 and resumed, on
+    several ranks with saves in the background: all of them with the slow tests, else those of RESUMED."""
     folders = {}
     for name, (world_size, overrides) in (MESHES | SLOW_MESHES if with_slow else MESHES).items():
         whole = folders[name] = tmp_path_factory.mktemp(name) / "whole"
         stopped = whole.with_name("stopped")
-        stop = [*overrides, f"train.stop_after_steps={STOP}"]
-        resumed = [(stopped, stop), (stopped, overrides)] if with_slow or name in RESUMED else []
+        saved = overrides if name == "single" else [*overrides, BACKGROUND]
+        stop = [*saved, f"train.stop_after_steps={STOP}"]
+        resumed = [(stopped, stop), (stopped, saved)] if with_slow or name in RESUMED else []
         run_ranks(world_size, _runs, config, [(whole, overrides), *resumed])
     return folders
 
@@ -139,7 +141,7 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
         parts = []
         for mesh in meshes:
             step += 2
-            parts.append((folder, [*mesh, f"train.stop_after_steps={step}"]))
+            parts.append((folder, [*mesh, f"train.stop_after_steps={step}", BACKGROUND, "checkpoint.every_steps=1"]))
         run_ranks(world_size, _runs, config, parts)
     run_ranks(1, _runs, config, [(folder, [])])
     expected = metrics(whole_runs["single"])
@@ -174,6 +176,7 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
 def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path, late):
     mesh, folder = "dp2_accumulating", tmp_path / "run"
     world_size, overrides = MESHES[mesh]
+    overrides = [*overrides, BACKGROUND] if late else overrides
     steps = [4, 7]  # the first is a step that is saved anyway, and is saved once
     for messages in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps, late):
         assert messages == [
@@ -218,14 +221,23 @@ def num_events(config: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
     return run_ranks(1, _train_until_killed, config, tmp_path_factory.mktemp("events") / "run", [], 0)[0]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(config, whole_runs, num_events, tmp_path, seed):
+@pytest.mark.parametrize(
+    ("seed", "overrides"),
+    [
+        (0, [BACKGROUND]),
+        *(pytest.param(seed, [BACKGROUND], marks=pytest.mark.slow) for seed in range(1, 6)),
+        *(pytest.param(seed, [], marks=pytest.mark.slow) for seed in range(6, 10)),
+    ],
+)
+def test_run_killed_at_random_goes_on_as_if_nothing_had_happened(
+    config, whole_runs, num_events, tmp_path, seed, overrides
+):
     event = random.Random(seed).randint(num_events // 8, num_events)
     folder = tmp_path / "run"
     with pytest.raises(RankFailedError, match="rank 0 died: -9"):
-        run_ranks(1, _train_until_killed, config, folder, [], event)
+        run_ranks(1, _train_until_killed, config, folder, overrides, event)
     assert len(losses(folder)) <= STEPS
-    run_ranks(1, _runs, config, [(folder, [])])
+    run_ranks(1, _runs, config, [(folder, overrides)])
     assert_same_end(folder, whole_runs["single"])
     assert ledger(folder) == ledger(whole_runs["single"])
     assert '"taken over", "message": "from pid ' in (folder / "incidents.jsonl").read_text()
@@ -236,7 +248,7 @@ def test_run_whose_second_rank_is_killed_goes_on(config, whole_runs, tmp_path):
     folder = tmp_path / "run"
     # Either the death or the failed collective of the other rank is noticed first.
     with pytest.raises(RankFailedError, match=r"rank 1 died: -9|rank 0:"):
-        run_ranks(2, _kill_rank_one, config, folder, ["parallel.tp=2"])
+        run_ranks(2, _kill_rank_one, config, folder, ["parallel.tp=2", BACKGROUND])
     assert len(losses(folder)) < STEPS
     run_ranks(2, _runs, config, [(folder, ["parallel.tp=2"])])
     assert_same_end(folder, whole_runs["tp2"])

@@ -66,14 +66,14 @@ def fail_writes_of_steps(first: int, last: int) -> None:
     """Saves after these steps find a full disk."""
     from megalin.checkpoint import storage
 
-    write = storage._write_file
+    write = storage.write_file
 
     def full(path: Any, *args: Any) -> Any:
         if any(f"step-{step:08d}" in str(path) for step in range(first, last + 1)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, *args)
 
-    storage._write_file = full
+    storage.write_file = full
 
 
 def count_operations(path: str) -> None:
@@ -342,10 +342,10 @@ def stuck_reads(after: int) -> None:
 
 def slow_phases(seconds: float) -> None:
     """Opening the data, every step, every evaluation and every save take this time longer."""
-    from megalin.train import loop
+    from megalin.train import loop, saves
 
     slow_steps(seconds)
-    for owner, name in ((loop.TrainingLoop, "_open_data"), (loop, "evaluate"), (loop, "save")):
+    for owner, name in ((loop.TrainingLoop, "_open_data"), (loop, "evaluate"), (saves, "save_now")):
         setattr(owner, name, _delayed(getattr(owner, name), seconds))
 
 
