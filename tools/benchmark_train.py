@@ -56,7 +56,7 @@ from megalin.train.config import RunConfig
 from megalin.train.hardware import peak_memory_bytes
 
 FAILURES = (RuntimeError, ImportError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
-"""What a library's compilation or launch raises; its other variants are still timed."""
+"""Errors of a library's compilation or launch; its other variants are still timed."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -53,7 +53,7 @@ class TrainConfig(Config):
     loss_scale: LossScaleConfig | None = None
     """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
     on_spike: Literal["warn", "skip"] = "warn"
-    """What follows a spike: a loss above the median of the last 128 steps by more than 10 of their median absolute
+    """Reaction to a spike: a loss above the median of the last 128 steps by more than 10 of their median absolute
     deviations and 0.1 nat, or a gradient norm above 50 times their median and 100 deviations, from step 101 on. warn: a
     warning with the samples of the step. skip: its update is left out, too, on every rank; the schedule, the samples
     and the ledger count the step. Only with the fsdp2 engine."""

@@ -1,21 +1,12 @@
 """Libraries that a baseline's model needs in addition to its own."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from megalin.commands.base import model_from
 from megalin.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def _tools(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "train_benchmarks"]:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("benchmark_tools")
 
 
 @pytest.mark.parametrize("missing", ["mamba_ssm", "causal_conv1d"])
