@@ -104,7 +104,9 @@ def test_the_right_tiles_pass(op):
     assert self_test(op, CASES[op][0]) == ""
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, marks=[slow] * (op not in QUICK)) for op in {row[0] for row in WRONG}])
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[slow] * (op not in QUICK)) for op in dict.fromkeys(row[0] for row in WRONG)]
+)
 def test_a_narrow_case_does_not_find_the_wrong_tiles(op):
     """As with the fixed cases of one tile that self-tests had before they took the widths of the call."""
     with ExitStack() as stack:
