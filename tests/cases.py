@@ -15,6 +15,7 @@ from torch import Tensor
 from megalin.config import parse
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
+from megalin.ops.scans.limits import WIDTH_UNIT
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.initialisation import init_weights
 from tests.mixers import decaying_sum
@@ -45,8 +46,8 @@ class ContextParallelCollectives(NamedTuple):
     """Collectives of a block over cp, whose size does not depend on the length: fp32 numbers of a sequence and rank."""
 
     state: int
-    """The state, K V a head, and where it depends on the input the total decay, K a head or 1 if all K are equal; one
-    all-gather each way."""
+    """The state, K V a head, of scans with one decay a head in widths padded as for kernels; where it depends on the
+    input also the total decay, K a head or 1 if all K are equal. One all-gather each way."""
     halos: tuple[int, ...] = ()
     """Inputs of convolutions, keys and values of a window; an all-gather forward, a reduce-scatter backward."""
     input_state: int = 0
@@ -176,8 +177,17 @@ RODIMUS_STATE, RODIMUS_HALO = RODIMUS["state_size"] * (INNER + 1), 3 * INNER
 MAMBA2_SHARED = 2 * MAMBA2["state_size"]
 """Width of Mamba-2's B and C together."""
 
+
+def _padded(width: int) -> int:
+    return -(-width // WIDTH_UNIT) * WIDTH_UNIT
+
+
 CASES = (
-    _case("transnormer", attention("transnormer"), cp=ContextParallelCollectives(NUM_HEADS * HEAD * HEAD)),
+    _case(
+        "transnormer",
+        attention("transnormer"),
+        cp=ContextParallelCollectives(NUM_HEADS * _padded(HEAD) * _padded(HEAD)),
+    ),
     _case("transnormer-paper", attention("transnormer", decay="paper")),
     _case("transnormer-cosine", attention("transnormer", lrpe="cosine"), representative=True),
     _case("transnormer-rotation", attention("transnormer", lrpe="rotation", decay="paper")),
@@ -194,7 +204,7 @@ CASES = (
     _case(
         "cosformer2",
         attention("cosformer2"),
-        cp=ContextParallelCollectives(NUM_HEADS * 2 * HEAD * HEAD, input_state=HIDDEN_SIZE * HEAD),
+        cp=ContextParallelCollectives(NUM_HEADS * _padded(2 * HEAD) * _padded(HEAD), input_state=HIDDEN_SIZE * HEAD),
         representative=True,
     ),
     Case(
@@ -220,7 +230,7 @@ CASES = (
         "mamba2",
         model({"sublayers": [MAMBA2], "repeat": 2}),
         cp=ContextParallelCollectives(
-            INNER // MAMBA2["head_dim"] * (MAMBA2["state_size"] * MAMBA2["head_dim"] + 1),
+            INNER // MAMBA2["head_dim"] * (_padded(MAMBA2["state_size"]) * _padded(MAMBA2["head_dim"]) + 1),
             halos=(3 * (INNER + MAMBA2_SHARED),),
         ),
         representative=True,

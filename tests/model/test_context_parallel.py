@@ -16,7 +16,7 @@ from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.step import accumulate_gradients
-from tests.cases import CASES, GLU, HIDDEN_SIZE, SHARED_KEY, VOCAB_SIZE, model
+from tests.cases import CASES, GLU, HEAD, HIDDEN_SIZE, NUM_HEADS, SHARED_KEY, VOCAB_SIZE, model
 from tests.encoder_cases import CASES as ENCODERS
 from tests.model.test_collective_counts import TP, Call, CollectiveRecorder
 from tests.numerics import assert_close
@@ -144,7 +144,8 @@ def test_states_sent_in_turn_go_once_to_the_next_rank_and_no_decay_is_sent():
                 }
                 for rank in by_rank
             ]
-            state, num_layers = gathered(RECURRENT["transnormer"].state) // CP, MODELS[name].num_layers
+            numbers = RECURRENT["transnormer"].state if name == "transnormer" else NUM_HEADS * HEAD * HEAD
+            state, num_layers = gathered(numbers) // CP, MODELS[name].num_layers
             ring_tokens = 4 * CP * num_turns * num_layers  # a number for each rank and turn
             sent = sum(size * count for rank in calls for size, count in rank.items())
             assert sent == (CP - 1) * num_layers * state + ring_tokens

@@ -60,11 +60,11 @@ def test_an_unknown_fault_is_refused(capsys):
 def test_a_save_that_first_removes_the_checkpoint_before_is_found(monkeypatch, tmp_path):
     save = crashpoints._save
 
-    def unsafe(root, step):
+    def unsafe(root, step, **options):
         if step == 3:
             for old in root.glob("step-*"):
                 remove(old)
-        save(root, step)
+        save(root, step, **options)
 
     found = crashpoints.crash_points(tmp_path / "good", every=9)
     assert found == (3, 0, 0)

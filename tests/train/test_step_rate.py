@@ -16,6 +16,7 @@ from torch import Tensor
 
 import megalin.train.engine as engines
 import megalin.train.loop as loops
+import megalin.train.saves as saves
 import megalin.train.step as steps
 from megalin.parallel.process_group import process_group
 from megalin.train.step_timer import StepTimer
@@ -118,7 +119,7 @@ def _simulated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         (steps, "accumulate_gradients", GRADIENTS, False),
         (steps, "step_or_skip", UPDATE, False),
         (loops, "evaluate", EVALUATION, True),
-        (loops, "save", SAVE, True),
+        (saves, "save_now", SAVE, True),
     ):
         function = _launching(machine, seconds, getattr(module, name), synchronous=synchronous)
         monkeypatch.setattr(module, name, function)
