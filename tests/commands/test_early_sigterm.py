@@ -67,7 +67,8 @@ def test_train_leaves_with_75_while_its_modules_load(tmp_path):
 
 
 def test_handler_of_the_body_and_the_one_before_are_kept():
-    body = "signal.signal(signal.SIGTERM, lambda *_: print('recorded', flush=True)); signal.raise_signal(signal.SIGTERM)"
+    handler = "lambda *_: print('recorded', flush=True)"
+    body = f"signal.signal(signal.SIGTERM, {handler}); signal.raise_signal(signal.SIGTERM)"
     process = _start("-c", BODY.format(body=body))
     output, _ = process.communicate(timeout=60)
     assert output == "recorded\n"
