@@ -244,7 +244,8 @@ def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) 
         torch.cuda.reset_peak_memory_stats()
         with scans_by_fla():
             timing = measure_ours(argparse.Namespace(**{**vars(arguments), "roofline": False}), run, mesh).timing
-        return describe_baseline(run, "our model on its scan", run.train.global_batch_size, timing, mesh)
+        own = describe_baseline(run, "our model on its scan", run.train.global_batch_size, timing, mesh)
+        return {"library": arguments.baseline, **own}
     found: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for variant in VARIANTS[arguments.baseline]:
@@ -259,7 +260,7 @@ def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) 
         raise ConfigError(f"--baseline {arguments.baseline}: no variant runs: {failed}; leave --baseline out")
     found.sort(key=lambda row: row["step_seconds_median"])
     others = {row["variant"]: row["step_seconds_median"] for row in found[1:]}
-    return {**found[0], "library": arguments.baseline, "slower_variants": others, "failed_variants": failed}
+    return {"library": arguments.baseline, **found[0], "slower_variants": others, "failed_variants": failed}
 
 
 def measure_variant(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh, variant: str) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class _Writing:
             records = on_every_rank(partial(self._snapshot.write, channel.beat), dict[str, FileRecord], channel=channel)
             on_rank_zero(partial(self._publish, records), channel=channel)
         except StorageError as error:
-            free = on_rank_zero(partial(self._clean_up), channel=channel)
+            free = on_rank_zero(self._clean_up, channel=channel)
             raise storage_failure(self._publication, str(error), free) from None
         prune(self._publication, channel)
 

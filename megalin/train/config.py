@@ -55,8 +55,8 @@ class TrainConfig(Config):
     on_spike: Literal["warn", "skip"] = "warn"
     """Reaction to a spike: a loss above the median of the last 128 steps by more than 10 of their median absolute
     deviations and 0.1 nat, or a gradient norm above 50 times their median and 100 deviations, from step 101 on. warn: a
-    warning with the samples of the step. skip: its update is left out, too, on every rank; the schedule, the samples
-    and the ledger count the step. Only with the fsdp2 engine."""
+    warning with the samples of the step. skip, with the fsdp2 engine only: its update is left out, too, on every rank;
+    the schedule, the samples and the ledger count the step."""
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
     power-of-two scale for each row; needs dtype = "bfloat16", and on GPUs compute capability 8.9. Gradients of weights,

@@ -59,7 +59,7 @@ class SpikeGuard:
 
     A step is a spike if, after the first 100 steps, its loss is above the median of the last 128 steps by more than 10
     of their median absolute deviations and 0.1 nat, or its norm is above 50 times their median and 100 deviations.
-    Every finite step counts among the next one's last 128, so a loss that stays high is no spike after 64 steps.
+    Every finite step counts among the next one's last 128, so a loss that stays high is no spike after 65 steps.
 
     Attributes:
         skips: whether the updates of spikes are to be left out.
@@ -83,8 +83,7 @@ class SpikeGuard:
             loss, norm: [], the loss, and the norm of the gradient before clipping.
 
         Returns:
-            A [] bool: it is a spike; with `skips` equal on every rank. And the values of `read_spike`, [NUM_VALUES]
-            fp64.
+            A [] bool: it is a spike; with `skips` equal on every rank. And the values of `read`, [NUM_VALUES] fp64.
         """
         step = torch.stack([loss, norm]).to(torch.float64)[:, None]
         known = torch.where(self._places < self._count, self._history, torch.inf)

@@ -103,6 +103,22 @@ def test_the_fastest_variant_of_a_library_is_its_baseline(monkeypatch):
         benchmark_train.measure_baseline(options, run, None)
 
 
+def test_our_own_model_as_a_baseline_names_the_library_of_its_scan(monkeypatch):
+    import benchmark_train
+
+    run = benchmark_train.run_config("cosformer2-70m", ["data.sequence_length=64"], 1)
+    timing = benchmark_train.Timing(2.0, [2.0], 1.0, [3.0])
+    monkeypatch.setattr(benchmark_train, "measure_ours", lambda *_: SimpleNamespace(timing=timing))
+    monkeypatch.setattr(benchmark_train.torch.cuda, "reset_peak_memory_stats", lambda: None)
+    options, mesh = Namespace(**{**vars(OPTIONS), "baseline": "fla"}), SimpleNamespace(device=torch.device("cpu"))
+    found = benchmark_train.measure_baseline(options, run, mesh)
+    assert (found["library"], found["class"], found["tokens_per_second"]) == (
+        "fla",
+        "our model on its scan",
+        4 * 64 / 2,
+    )
+
+
 def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     from train_benchmarks.batches import random_batch
 

@@ -48,8 +48,8 @@ def keep_pass(op: str, backend: str, case: Case) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, key)
-    except BlockingIOError:
-        pass  # another rank of this host is writing the same pass
+    except BlockingIOError:  # another rank of this host is writing the same pass
+        return
     except OSError as error:
         _warn(str(path.parent), str(error))
 
