@@ -1,4 +1,5 @@
-"""Training speed of a config on random tokens: tokens/s, TFLOP/s, memory. Prints one JSON line at the end.
+"""Training speed of a config on random tokens: tokens/s, TFLOP/s, memory. Prints one JSON line at the end, and before
+a baseline, whose compilation takes minutes, one without it.
 
 Takes a preset or a config file, and overrides of the run config. A preset has dtype bfloat16, micro-batches of 4
 sequences of 8192 tokens, and one of them a step on each data-parallel rank. A run's config file is timed with its own
@@ -167,6 +168,7 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
         result |= describe_roofline(roofline, timing.median_seconds)
         release_memory()
     if arguments.baseline:
+        print(json.dumps(result), flush=True)
         baseline = measure_baseline(arguments, run, mesh)
         result |= {"baseline": baseline, "times_baseline": rate / float(baseline["tokens_per_second"])}
     return result
@@ -251,6 +253,7 @@ def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) 
     for variant in VARIANTS[arguments.baseline]:
         try:
             found.append({"variant": variant, **measure_variant(arguments, run, mesh, variant)})
+            print(f"baseline, {variant}: {found[-1]['step_seconds_median'] * 1e3:.1f} ms", file=sys.stderr)
         except ConfigError:
             raise
         except FAILURES as error:
