@@ -12,8 +12,9 @@ from megalin.parallel.process_group import compute_device, process_group
 from megalin.train.config import load_run_config
 from megalin.train.loop import train
 
-CYCLES = 7_000_000
-"""Sleep of a slow rank's GPU in the forward of each block: about 4 ms."""
+CYCLES = 20_000_000
+"""Sleep of a slow rank's GPU in the forward of each block: about 10 ms. The other rank's steps take the 40 ms that its
+host needs to launch them."""
 
 
 def _slow_forward(block: Block, *args: Any) -> Any:
