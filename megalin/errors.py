@@ -68,6 +68,12 @@ class HostMemoryError(MegalinError):
     exit_code = 10
 
 
+class ReplicaError(MegalinError):
+    """Copies of a weight or moment on several ranks that are no longer equal."""
+
+    exit_code = 11
+
+
 class PreemptedError(MegalinError):
     """A run ended by SIGTERM before its last step, with all its steps saved."""
 

@@ -27,6 +27,7 @@ _NEXT = {
     "DataError": "repair the file that the message names, then run the same command",
     "CheckpointError": "remove or repair the checkpoint that the message names, then run the same command",
     "StorageError": "free space or repair the file system, then run the same command",
+    "ReplicaError": "test the memory of the hosts of these ranks, leave them out, then run the same command",
     "KernelError": 'use the backend "auto" or "reference" for that op, then run the same command',
     "HostMemoryError": "use more ranks or hosts, a smaller train.micro_batch_size, or a higher limit",
     "OutOfMemoryError": "use a smaller train.micro_batch_size, train.recompute, or more ranks (megalin plan)",

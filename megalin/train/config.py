@@ -85,6 +85,11 @@ class TrainConfig(Config):
     more labels ends the run before its step. Not for encoders, whose head computes the masked tokens only."""
     log_every_steps: int = pydantic.Field(default=10, ge=1)
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
+    compare_replicas_every_steps: int = pydantic.Field(default=50, ge=0)
+    """Steps between comparisons of the copies that several ranks hold of weights and moments: with parallel.shard or
+    zero = 0, of tensors that tp does not divide, of weights that pipeline stages share. They are compared before each
+    checkpoint too. Copies that differ end the run (exit code 11); the message names ranks and tensors. 0: never. Not
+    with the deepspeed engine."""
     hang_timeout_seconds: float = pydantic.Field(default=300.0, ge=1.0)
     """Longest time that a rank may make no progress in a step, or be stopped: then it is named and all ranks leave with
     exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process

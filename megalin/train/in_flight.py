@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalin.errors import NumericError
+from megalin.train.replicas import PendingComparison
 from megalin.train.step import PendingStep, StepResult
 from megalin.train.stragglers import SlowestRank
 
@@ -28,6 +29,8 @@ class InFlightStep(NamedTuple):
     """The slowest rank of the steps before; None where it is not known."""
     digest: Tensor
     """Digest of its samples, for the ledger."""
+    comparison: PendingComparison | None
+    """Of the copies after it, where it is due."""
 
 
 class FinishedStep(NamedTuple):
@@ -72,9 +75,12 @@ class InFlightSteps:
 
         Raises:
             NumericError: as `PendingStep.wait` does.
+            ReplicaError: as `PendingComparison.wait` does.
         """
         while self._steps and (drain or len(self._steps) > 1 or self._steps[0].pending.is_ready):
             step = self._steps.popleft()
             with naming_samples(step.step, self._describe_samples):
                 result = step.pending.wait()
+            if step.comparison is not None:
+                step.comparison.wait()
             yield FinishedStep(step, result)

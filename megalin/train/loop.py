@@ -15,7 +15,7 @@ from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
 from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, Training, open_dataset, open_training
-from megalin.errors import ConfigError, PreemptedError, StorageError
+from megalin.errors import PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
@@ -34,12 +34,13 @@ from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, n
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
+from megalin.train.replicas import PendingComparison, ReplicaCheck
 from megalin.train.resume import find_checkpoint, resume
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.saves import RunSaves
 from megalin.train.shard_check import verify_shards
-from megalin.train.start_checks import check_same_start
+from megalin.train.start_checks import check_same_config, check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
 from megalin.train.stragglers import OwnTime, StragglerMonitor
@@ -120,6 +121,8 @@ class TrainingLoop:
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
+        compares = config.train.compare_replicas_every_steps and config.train.engine == "fsdp2"
+        self._replicas = ReplicaCheck(mesh, self.engine.tensors()) if compares else None
 
     def _open_data(self) -> None:
         config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
@@ -146,6 +149,7 @@ class TrainingLoop:
 
         Raises:
             NumericError: a loss or gradient that is not finite; nothing is saved.
+            ReplicaError: on every rank, for copies of a tensor that differ; nothing is saved.
             DataError: on every rank, for a token id beyond the vocabulary or an unreadable shard on any rank.
             PreemptedError: on every rank, after SIGTERM on any rank; the current step is finished and saved first.
         """
@@ -222,6 +226,7 @@ class TrainingLoop:
         self.engine.timer.start()
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
+        comparison = self._compare_replicas(step) if self._is_comparison_due(step) else None
         self.engine.timer.leave()
         if self.mesh.device.type in SYNCHRONOUS_DEVICES:
             self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
@@ -230,8 +235,12 @@ class TrainingLoop:
             self.engine.timer.pause()  # evaluations and checkpoints count for no step
             self.mesh.launch_order.compare()  # else this rank may wait forever, or save wrong weights
         return InFlightStep(
-            step, pending, rate, data.wait_seconds, data.wait_rank, self._stragglers.slowest, data.digest
+            step, pending, rate, data.wait_seconds, data.wait_rank, self._stragglers.slowest, data.digest, comparison
         )
+
+    def _compare_replicas(self, step: int) -> PendingComparison | None:
+        """Launches a comparison of the copies after `step`."""
+        return None if self._replicas is None else self._replicas.start(self.engine.tensors(), step)
 
     def _watch_own_times(self, step: int, data: StepData) -> None:
         """Warns of a slow rank, by the ranks' own times: on CPUs in the launch of the step before, on GPUs in the step
@@ -270,6 +279,9 @@ class TrainingLoop:
         checkpoint = self.config.checkpoint
         return step == self.last_step or _divides(checkpoint.every_steps, step) or step in checkpoint.keep_steps
 
+    def _is_comparison_due(self, step: int) -> bool:
+        return self._is_save_due(step) or _divides(self.config.train.compare_replicas_every_steps or None, step)
+
     def _evaluate_if_due(self, step: int) -> AnyEvaluation | None:
         """Evaluates the first samples of the validation split where an evaluation is due."""
         train = self.config.train
@@ -298,6 +310,8 @@ class TrainingLoop:
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._is_save_due(step):
+            if (comparison := self._compare_replicas(step)) is not None:
+                comparison.wait()
             self._saves.save(step, log, wait=True)
         else:
             with self._heartbeat.in_phase("save"):
@@ -345,7 +359,7 @@ def train(
         MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
     check_same_start()
-    _check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
+    check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)
     saver = BackgroundSaver(config.train.phase_timeout_seconds) if config.checkpoint.background else None
@@ -371,18 +385,6 @@ def _make_engine(config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook]) -> 
     from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
 
     return DeepSpeedEngine(config, mesh, hooks)
-
-
-def _check_same_config(config: RunConfig) -> None:
-    texts = on_every_rank(lambda: dumps(config))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            pairs = zip(texts[0].splitlines(), text.splitlines(), strict=False)
-            line = next(((a, b) for a, b in pairs if a != b), ("", "a different number of lines"))
-            raise ConfigError(
-                f"rank {rank} has a different config than rank 0: {line[1]!r} against {line[0]!r}; "
-                "give every rank the same file and overrides"
-            )
 
 
 def _divides(every_steps: int | None, step: int) -> bool:

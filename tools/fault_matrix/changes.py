@@ -123,6 +123,24 @@ def break_gradients(first: int, last: int, value: float) -> None:
     steps.apply_gradients = changed
 
 
+def flip_bit(step: int, suffix: str) -> None:
+    """After `step`, a bit of this rank's copy of a tensor with this end of its name is another one."""
+    from megalin.parallel.tensor_parallel import local
+    from megalin.train.engine import FullyShardedEngine
+
+    launch = FullyShardedEngine.step
+
+    def changed(engine: FullyShardedEngine, *args: Any, **options: Any) -> Any:
+        launched = launch(engine, *args, **options)
+        if options["step"] == step:
+            tensor = next(tensor for name, tensor in engine.tensors().items() if name.endswith(suffix))
+            bits = local(tensor).view(torch.int32)
+            bits.view(-1)[7] ^= 1 << 12
+        return launched
+
+    FullyShardedEngine.step = changed  # type: ignore[method-assign]
+
+
 def corrupt_batch(step: int) -> None:
     """The tokens and labels of `step` are other ones on every rank."""
     from megalin.train.step_data import StepReader

@@ -19,9 +19,9 @@ from fault_matrix import (  # noqa: F401
     storage_rows,
 )
 from fault_matrix.lab import Check, Lab
-from fault_matrix.table import FAULTS, LATER
+from fault_matrix.table import FAULTS
 
-Verdict = Literal["PASS", "PARTLY", "FAIL", "LATER"]
+Verdict = Literal["PASS", "PARTLY", "FAIL"]
 
 
 class RowResult(NamedTuple):
@@ -31,13 +31,13 @@ class RowResult(NamedTuple):
     name: str
     verdict: Verdict
     seen: str
-    """Checks that do not hold, or the theme that a row waits for."""
+    """Checks that do not hold."""
     seconds: float
 
     def line(self) -> str:
         """The row as text."""
-        seconds = f"{self.seconds:6.1f} s" if self.verdict != "LATER" else " " * 8
-        return f"{self.number}  {self.verdict:6} {seconds}  {self.name}" + (f": {self.seen}" if self.seen else "")
+        line = f"{self.number}  {self.verdict:6} {self.seconds:6.1f} s  {self.name}"
+        return f"{line}: {self.seen}" if self.seen else line
 
 
 def verdict(checks: Sequence[Check]) -> Verdict:
@@ -49,17 +49,13 @@ def verdict(checks: Sequence[Check]) -> Verdict:
 
 def numbers() -> list[str]:
     """Ids of all rows, in order."""
-    return sorted({**FAULTS, **LATER})
+    return sorted(FAULTS)
 
 
 def run(chosen: Sequence[str], folder: Path, *, repeat: int = 1) -> Iterator[RowResult]:
     """Yields the result of each chosen row: the worst of its repetitions."""
     order = ("FAIL", "PARTLY", "PASS")
     for number in chosen:
-        if number in LATER:
-            name, theme = LATER[number]
-            yield RowResult(number, name, "LATER", theme, 0.0)
-            continue
         found = [_inject(number, folder / f"{number}-{attempt}", folder) for attempt in range(repeat)]
         yield min(found, key=lambda row: order.index(row.verdict))
 

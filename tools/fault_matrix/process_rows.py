@@ -1,4 +1,5 @@
-"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F19, F20, F23, F24."""
+"""Faults of processes, preemption, numbers and speed: F02, F03, F11, F13, F14, F16, F17, F18, F19, F20, F21, F23,
+F24."""
 
 from __future__ import annotations
 
@@ -168,6 +169,22 @@ def _lowest_scale(lab: Lab) -> None:
     lab.check("scale, overflows, rank and parameter are named", named, outcomes[0].last_line)
     saved = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     lab.check("nothing is saved after it", saved == ["step-00000002"], f"{saved}")
+
+
+@fault("F21", "flipped bit in a replica")
+def _drift(lab: Lab) -> None:
+    config = lab.config(parallel={"shard": 1})
+    for suffix in ("embedding.weight", ".exp_avg", ".exp_avg_sq"):
+        folder = f"run{suffix}"
+        outcomes = lab.train_on_ranks(config, folder=folder, change_of={1: partial(changes.flip_bit, 3, suffix)})
+        codes, text = [outcome.code for outcome in outcomes], outcomes[0].text
+        lab.check(f"{suffix}: every rank stops with 11", codes == [11, 11], f"exit {codes}: {outcomes[0].last_line}")
+        named = re.search(rf"step 4: copies of .*\n  \S*{suffix}: ranks 0, 1 differ", text, re.DOTALL)
+        lab.check("step, tensor and ranks are named", named, outcomes[0].last_line)
+        saved = sorted(path.name for path in (lab.folder / folder / "checkpoints").glob("step-*"))
+        lab.check("no drifted weight is saved", saved == ["step-00000002"], f"{saved}")
+    again = [outcome.code for outcome in lab.train_on_ranks(config, folder=folder)]
+    lab.check("started again, it ends", again == [0, 0], f"exit {again}")
 
 
 @fault("F23", "slow data reader on one rank")

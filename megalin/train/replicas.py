@@ -1,0 +1,212 @@
+"""Comparison of the copies of weights and moments that several ranks hold: a copy that drifts ends the run."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalin.errors import ReplicaError
+from megalin.parallel.agreement import on_every_rank
+from megalin.parallel.collectives import Axis, all_reduce, axis_of
+from megalin.parallel.mesh import Mesh
+from megalin.parallel.tensor_parallel import local
+from megalin.train.step import AsyncScalars
+
+_PERIOD = 1 << 20
+"""Elements after which the factors of a checksum repeat."""
+_ROWS = 8
+"""Periods that are multiplied at a time: temporary memory of 64 MiB."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+_ABSENT = torch.iinfo(torch.int64).min
+"""Neutral element of the maximum, for a tensor that this rank does not hold."""
+_MOST_NAMED = 8
+
+
+class _Copies(NamedTuple):
+    """The tensors that the ranks of an axis hold copies of."""
+
+    axis: Axis
+    ranks: list[int]
+    names: list[str]
+    """Equal on these ranks; in a pipeline not each rank holds each."""
+
+
+_Seen = dict[str, tuple[list[int], dict[str, int]]]
+"""What a rank reports: by axis, the axis's ranks and the checksums that differ."""
+
+
+class ReplicaCheck:
+    """Compares the copies of distributed tensors over the ranks that hold them, by checksums.
+
+    Copies are on the replicate axis (`parallel.shard`, ZeRO 0), on the tensor-parallel axis where it does not divide a
+    tensor (norms, biases, gates), and on the pipeline axis where stages share a weight. Each rank's shard has the
+    checksum
+
+        sum_i (2 (i mod 2^20) + 1) b_i  mod 2^64,
+
+    b_i the bits of element i as an integer. The factors are odd, so a single flipped bit always changes it; the sum has
+    no order, so equal shards have equal sums on every device. One all-reduce an axis of 16 bytes a tensor.
+    """
+
+    def __init__(self, mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
+        """Finds the copies; a message of all ranks if the mesh has a pipeline.
+
+        Args:
+            tensors: as in a checkpoint; those that are not distributed tensors are not compared.
+        """
+        self._mesh = mesh
+        replicate = mesh.data_mesh.get_group("replicate")
+        of_axes = [
+            (axis_of("replicate", replicate), replicate, [*_distributed(tensors)]),
+            (mesh.tp.axis, mesh.tp_group, [name for name, each in _distributed(tensors).items() if not _has_tp(each)]),
+            (mesh.pp.axis, mesh.pp.group, _of_several_stages(mesh, tensors)),
+        ]
+        self._copies = [
+            _Copies(axis, dist.get_process_group_ranks(group), names)
+            for axis, group, names in of_axes
+            if axis.size > 1 and names
+        ]
+        self._factors = _odd_factors(mesh.device) if self._copies else None
+
+    @torch.no_grad()
+    def start(self, tensors: Mapping[str, Tensor], step: int) -> PendingComparison | None:
+        """Launches the comparison of the copies after `step`; None where there are no copies. Collectives, for which
+        the host does not wait."""
+        if not self._copies:
+            return None
+        held = _distributed(tensors)
+        needed = {name for copies in self._copies for name in copies.names if name in held}
+        absent = torch.full((), _ABSENT, device=self._mesh.device)
+        sums = {name: self._checksum(local(held[name])) for name in sorted(needed)}
+        differ: list[Tensor] = []
+        for copies in self._copies:
+            own = torch.stack([sums.get(name, absent) for name in copies.names])
+            # The complement turns the order round: the largest one is that of the smallest sum.
+            complement = torch.stack([~sums[name] if name in sums else absent for name in copies.names])
+            largest, of_smallest = all_reduce(torch.stack([own, complement]), copies.axis, operation="max").unbind()
+            differ.append(largest != ~of_smallest)
+        found = self._mesh.is_true_anywhere(torch.cat(differ).any())
+        return PendingComparison(step, self._copies, sums, differ, found)
+
+    def _checksum(self, shard: Tensor) -> Tensor:
+        """Checksum [] int64 of a tensor's bits."""
+        assert self._factors is not None
+        bits = shard.contiguous().view(_INTEGERS[shard.element_size()]).flatten()
+        whole = len(bits) // _PERIOD * _PERIOD
+        parts = [(rows * self._factors).sum() for rows in bits[:whole].view(-1, _PERIOD).split(_ROWS) if len(rows)]
+        parts.append((bits[whole:] * self._factors[: len(bits) - whole]).sum())
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+class PendingComparison:
+    """A launched comparison, whose result may still be on the device."""
+
+    def __init__(
+        self, step: int, copies: Sequence[_Copies], sums: Mapping[str, Tensor], differ: Sequence[Tensor], found: Tensor
+    ) -> None:
+        self._step, self._copies, self._sums, self._differ = step, copies, sums, differ
+        self._found = AsyncScalars(found)
+
+    def wait(self) -> None:
+        """Waits for the result. A collective if copies differ.
+
+        Raises:
+            ReplicaError: on every rank, if copies differ on any; names the tensors and ranks.
+        """
+        if self._found.read():
+            seen = on_every_rank(self._seen)
+            raise ReplicaError(_describe(self._step, seen))
+
+    def _seen(self) -> _Seen:
+        return {
+            copies.axis.name: (
+                copies.ranks,
+                {
+                    name: int(self._sums[name])
+                    for name, differs in zip(copies.names, different.tolist(), strict=True)
+                    if differs and name in self._sums
+                },
+            )
+            for copies, different in zip(self._copies, self._differ, strict=True)
+        }
+
+
+def _odd_factors(device: torch.device) -> Tensor:
+    """Factors [2^20] int64 of the elements of a period."""
+    return 2 * torch.arange(_PERIOD, device=device) + 1
+
+
+def _distributed(tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+
+
+def _has_tp(tensor: DTensor) -> bool:
+    """Whether the tensor-parallel axis divides it; FSDP leaves other tensors on the data axes alone."""
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None, tensor.device_mesh
+    return any(name == "tp" and not place.is_replicate() for name, place in zip(names, tensor.placements, strict=True))
+
+
+def _of_several_stages(mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names that several ranks of this rank's pipeline hold, in the same order on each."""
+    if mesh.pp.size == 1:
+        return []
+    assert mesh.pp.group is not None
+    names = on_every_rank(lambda: sorted(_distributed(tensors)))
+    holders = Counter(name for rank in dist.get_process_group_ranks(mesh.pp.group) for name in names[rank])
+    return sorted(name for name, count in holders.items() if count > 1)
+
+
+def _describe(step: int, seen: Sequence[_Seen]) -> str:
+    """The message, from the report of every rank."""
+    found: defaultdict[str, list[_Shard]] = defaultdict(list)
+    for rank, of_axes in enumerate(seen):
+        for ranks, different in of_axes.values():
+            for name, value in different.items():
+                _add(found[name], _Shard({*ranks}, {rank: value}))
+    lines = [f"{name}: {_compare(shard.sums)}" for name, shards in sorted(found.items()) for shard in shards]
+    if len(lines) > _MOST_NAMED:
+        lines = [*lines[:_MOST_NAMED], f"... and {len(lines) - _MOST_NAMED} more"]
+    return (
+        f"step {step}: copies of a weight or a moment are no longer equal, although every rank makes the same update; "
+        "the memory or the processor of a rank may be faulty.\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + "Nothing was saved after the newest checkpoint, whose copies were equal: test or replace that host, and "
+        "start the same command again"
+    )
+
+
+class _Shard(NamedTuple):
+    """Copies of a tensor's shard: the ranks of the axes on which they differ, and the checksums there."""
+
+    ranks: set[int]
+    sums: dict[int, int]
+
+
+def _add(shards: list[_Shard], new: _Shard) -> None:
+    """Adds copies to those of the same shard: axes that share a rank."""
+    for shard in [each for each in shards if each.ranks & new.ranks]:
+        shards.remove(shard)
+        new = _Shard(shard.ranks | new.ranks, shard.sums | new.sums)
+    shards.append(new)
+
+
+def _compare(by_rank: Mapping[int, int]) -> str:
+    """Which ranks have other bits, where most of the copies agree."""
+    sums = dict(sorted(by_rank.items()))
+    ((usual, count), *_) = Counter(sums.values()).most_common()
+    if 2 * count <= len(sums):
+        return f"ranks {_listed(sums)} differ, and no copy has a majority"
+    wrong = [rank for rank, value in sums.items() if value != usual]
+    return f"rank{'s' * (len(wrong) > 1)} {_listed(wrong)} differ{'s' * (len(wrong) == 1)} from {count} others"
+
+
+def _listed(ranks: Sequence[int] | Mapping[int, int]) -> str:
+    return ", ".join(map(str, ranks))
