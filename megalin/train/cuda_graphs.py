@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -175,17 +174,17 @@ class GradientGraph:
 
 @contextmanager
 def recorded_waits(places: list[str]) -> Iterator[None]:
-    """Adds the file and line of each op of the body for which this thread waits, as far as torch detects it. Other
-    warnings are shown as always."""
-    thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    """Adds the file and line of each op during the body for which a thread waits, as far as torch detects it: a
+    backward runs in another thread. Other warnings are shown as always."""
+    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         show = warnings.showwarning
 
         def record(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-            if _WAITS not in str(message):
-                show(message, category, filename, lineno, file, line)
-            elif threading.get_ident() == thread:
+            if _WAITS in str(message):
                 places.append(f"{filename}:{lineno}")
+            else:
+                show(message, category, filename, lineno, file, line)
 
         warnings.showwarning = record
         warnings.filterwarnings("always", message=_WAITS)
