@@ -10,6 +10,7 @@ import torch
 from megalin.errors import ConfigError
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import compute_device, process_group
+from megalin.parallel.tensor_parallel import local
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import WARM_UP_STEPS
 from megalin.train.engine import FullyShardedEngine
@@ -35,7 +36,7 @@ def train(run: RunConfig, graphs: str) -> tuple[dict[str, torch.Tensor], bool]:
         engine.step(batches, learning_rate=1e-3, step=step).wait()
     for line in engine.report_lines():
         print(f"  {line}")
-    found = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    found = {name: local(tensor).detach().clone() for name, tensor in engine.tensors().items()}
     replays = engine.replays
     engine.close()
     return found, replays
