@@ -17,8 +17,10 @@ torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k train
 
 --profile runs one more step and prints the time of its kernels on the first rank's device; with several ranks it runs
 three, and the JSON line has the communication of the second and its exposed part (train_benchmarks/communication.py).
+--device-time runs four more steps, and the JSON line has the fraction of a step in which the device is idle.
 --roofline compares the step with two lower bounds (train_benchmarks/roofline.py): the time of its matmuls, scans and
-memory traffic, and the same with scans and attention at their own roofline.
+memory traffic, and the same with scans and attention at their own roofline. It reads the ops of an eager step, so
+train.cuda_graphs = "auto" is false.
 --baseline also times another library's model of the same sizes, in its fastest form (train_benchmarks/baselines.py).
 --simulated-ranks N runs one rank of N on one GPU, with simulated collectives (train_benchmarks/simulated_ranks.py).
 """
@@ -28,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -39,6 +42,7 @@ from train_benchmarks.baselines import BASELINES, VARIANTS, baseline_step, build
 from train_benchmarks.batches import random_batches
 from train_benchmarks.clock import StartedStep, Timing, end_on, time_steps
 from train_benchmarks.communication import Communication, record_communication
+from train_benchmarks.device_time import DeviceTime, record_device_time
 from train_benchmarks.engine import KEYS, build_engine, run_config
 from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
@@ -54,6 +58,7 @@ from megalin.parallel.process_group import compute_device, process_group
 from megalin.terminal_output import exit_code
 from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
+from megalin.train.engine import FullyShardedEngine
 from megalin.train.hardware import peak_memory_bytes
 
 FAILURES = (RuntimeError, ImportError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
@@ -71,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
         "--simulated-ranks", type=int, default=1, metavar="N", help="run as rank 0 of N with simulated collectives (1)"
     )
     parser.add_argument("--profile", action="store_true", help="profile one more step and print its kernels")
+    parser.add_argument("--device-time", action="store_true", help="profile four more steps for the device's idle time")
     parser.add_argument("--roofline", action="store_true", help="measure the step's roofline; one GPU only")
     parser.add_argument("--baseline", choices=sorted(BASELINES), help="also time this library's model; one GPU only")
     arguments = parser.parse_intermixed_args()
@@ -106,10 +112,20 @@ class Ours(NamedTuple):
     moved_bytes: int
     sent: Communication | None
     """Of a profiled step, with several ranks."""
+    replays: bool
+    """Whether the last steps were replays of a CUDA graph."""
+    launch_seconds: float
+    """Median time of the host to launch a step."""
+    device: DeviceTime | None
 
 
 def check_options(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> None:
-    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU, or with an encoder."""
+    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU, or with an encoder; for
+    --roofline with CUDA graphs, and --device-time without a GPU."""
+    if arguments.device_time and mesh.device.type != "cuda":
+        raise ConfigError("--device-time measures a GPU; leave it out on a CPU")
+    if arguments.roofline and run.train.cuda_graphs is True:
+        raise ConfigError("--roofline reads the ops of an eager step; leave out train.cuda_graphs=true")
     if not (arguments.roofline or arguments.baseline):
         return
     if run.train.engine != "fsdp2":
@@ -143,7 +159,8 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
         "micro_batches": train.global_batch_size // (train.micro_batch_size * mesh.samples.size),
         "length": length,
         "document_length": arguments.document_length or length,
-        **train.model_dump(include={"dtype", "compile", "recompute", "cuda_graphs", "engine", "deepspeed_config"}),
+        **train.model_dump(include={"dtype", "compile", "recompute", "engine", "deepspeed_config"}),
+        "cuda_graphs": ours.replays,
         "parallel": mesh.config.model_dump(exclude_defaults=True),
         "ranks": ranks,
         "simulated": arguments.simulated_ranks > 1,
@@ -151,6 +168,7 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
         "tokens_per_second_per_rank": rate / ranks,
         "step_seconds_median": timing.median_seconds,
         "step_seconds_min_max": [min(timing.seconds), max(timing.seconds)],
+        "launch_seconds_median": ours.launch_seconds,
         "model_tflops_per_second_per_rank": ours.flops_per_token * rate / ranks / 1e12,
         "peak_memory_gib": max(peaks),
         "peak_memory_gib_by_rank": peaks,
@@ -163,6 +181,8 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
     }
     if ours.sent is not None:
         result["communication_milliseconds"] = ours.sent._asdict()
+    if ours.device is not None:
+        result |= ours.device.describe(timing.median_seconds)
     if ours.recorded is not None:
         roofline = measure_roofline(ours.recorded, ours.moved_bytes, step_flops=ours.flops_per_token * tokens)
         result |= describe_roofline(roofline, timing.median_seconds)
@@ -187,12 +207,20 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
     batches = fresh_batches(arguments, run, mesh)
     engine = build_engine(run, mesh)
 
+    launches: list[float] = []
+
     def start(number: int) -> StartedStep:
+        called = time.perf_counter()
         started = engine.step(batches[number % len(batches)], learning_rate=run.optimizer.lr, step=number)
+        launches.append(time.perf_counter() - called)
         return StartedStep(started.is_ready, lambda: started.wait().loss, end_on(mesh.device))
 
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
+    launch_seconds = statistics.median(launches[arguments.warmup :])
     peak, recorded, moved, sent = peak_memory_bytes(mesh.device) / 2**30, None, 0, None
+    for line in engine.report_lines() if mesh.is_first_rank else []:
+        print(line, file=sys.stderr)
+    device = record_device_time(start, arguments.warmup + arguments.steps) if arguments.device_time else None
     if arguments.profile or arguments.roofline:
         number = arguments.warmup + arguments.steps
         if dist.get_world_size() > 1:
@@ -209,8 +237,11 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
             engine.model, tokens=tokens, compute_bytes=compute, hidden_bytes=max(compute, 4) if wide else compute
         )
     flops = engine.model.training_flops(run.data.sequence_length)
+    replays = isinstance(engine, FullyShardedEngine) and engine.replays
     engine.close()
-    return Ours(timing, flops, peak, recorded if arguments.roofline else None, moved, sent)
+    if not arguments.roofline:
+        recorded = None
+    return Ours(timing, flops, peak, recorded, moved, sent, replays, launch_seconds, device)
 
 
 def describe_roofline(roofline: Roofline, step_seconds: float) -> dict[str, Any]:
@@ -316,6 +347,8 @@ def benchmark(arguments: argparse.Namespace) -> None:
     run = run_config(arguments.config, arguments.overrides, launched().world_size if ranks == 1 else ranks)
     if ranks > 1:
         check_simulation(ranks, run)
+    if arguments.roofline and run.train.cuda_graphs == "auto":
+        run = run.model_copy(update={"train": run.train.model_copy(update={"cuda_graphs": False})})
     with process_group(device) if ranks == 1 else simulated_ranks(ranks, device):
         mesh = Mesh(run.parallel, device)
         result = measure(arguments, run, mesh)

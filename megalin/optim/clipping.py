@@ -71,7 +71,7 @@ def clip_gradients(
 
 def _sum_of_squares(gradients: list[Tensor], local_norms: Tensor, counted: list[bool]) -> Tensor:
     """Sum of g^2 [] over all counted global gradients, from the norms of this rank's shards: one scalar all-reduce for
-    each axis in each set of sharded axes."""
+    each axis of several ranks in each set of sharded axes."""
     by_axes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
     for index, gradient in enumerate(gradients):
@@ -81,7 +81,8 @@ def _sum_of_squares(gradients: list[Tensor], local_norms: Tensor, counted: list[
         axes = _sharded_axes(gradient)
         by_axes[axes].append(index)
         if isinstance(gradient, DTensor) and axes not in groups:
-            groups[axes] = [gradient.device_mesh.get_group(axis) for axis in axes]
+            mesh = gradient.device_mesh
+            groups[axes] = [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
     total = local_norms.new_zeros(())
     norms = local_norms.unbind()
     # In the order of the parameters, which is the same on every rank.

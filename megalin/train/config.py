@@ -17,6 +17,7 @@ from megalin.parallel.config import ParallelConfig
 from megalin.train.config_file import read_config, resolve
 from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
+from megalin.train.graph_choice import config_obstacles
 from megalin.train.precision import LossScaleConfig, float8_problems, loss_scale_problems
 from megalin.train.weights_and_biases import LoggingConfig
 
@@ -70,10 +71,14 @@ class TrainConfig(Config):
     compile: bool = False
     """Compiles blocks (torch.compile, one graph per kind of block). On a GPU two compilations may differ in the last
     bits; processes that share inductor's cache (TORCHINDUCTOR_CACHE_DIR) agreed."""
-    cuda_graphs: bool = False
+    cuda_graphs: Literal[True, False, "auto"] = "auto"
     """Captures a step's forwards and backwards in one CUDA graph after the third step, for models whose kernels are too
-    short for the host to launch in time. The graph's memory stays reserved: an evaluation needs memory of its own. Not
-    with pp, the deepspeed engine, or mixers for which the host reads document boundaries."""
+    short for the host to launch in time; the bits are the same. The graph's memory stays reserved: an evaluation needs
+    memory of its own. Not with pp, the deepspeed engine, or mixers for which the host reads document boundaries. true:
+    in any other run, and compiled blocks of tensor parallelism start their collectives early. auto: on one GPU, if a
+    step has at most 32 micro-batches, no mixer of another package and no wait of the host for the GPU, if 1.5 times its
+    memory is free, and if the graph adds at most 10 % or 256 MiB to what eager steps reserve; a line at the start of
+    the run, and one after three steps, say which of these is missing."""
     evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
@@ -180,26 +185,12 @@ class RunConfig(Config):
 
     def _graph_problems(self) -> list[str]:
         """Settings that prevent the capture of a CUDA graph on any number of ranks."""
-        if not self.train.cuda_graphs:
+        if self.train.cuda_graphs is not True:
             return []
-        problems = []
-        if self.train.engine == "deepspeed":
-            problems.append(
-                'train.cuda_graphs = true with train.engine = "deepspeed", which launches its own kernels; use '
-                'cuda_graphs = false, or engine = "fsdp2"'
-            )
-        if self.parallel.pp > 1:
-            problems.append(
-                f"train.cuda_graphs = true with parallel.pp = {self.parallel.pp}, whose ranks wait for each other on "
-                "the host; use cuda_graphs = false, or pp = 1"
-            )
-        reading = {sub.type for _, block in self.model.blocks() for sub in block.sublayers if sub.host_reads_documents}
-        if reading:
-            problems.append(
-                f"train.cuda_graphs = true with the mixer {', '.join(sorted(reading))}, for which the host reads the "
-                'document boundaries of each batch; use cuda_graphs = false, or backend = "mask" in its config'
-            )
-        return problems
+        return [
+            f"train.cuda_graphs = true with {obstacle.cause}; use cuda_graphs = false, or {obstacle.remedy}"
+            for obstacle in config_obstacles(self)
+        ]
 
     def _kind_problems(self) -> list[str]:
         """Mismatches between the kinds of model and data."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +17,21 @@ from megalin.model.build import Model
 from megalin.parallel.data_parallel import ordered_cuda_streams
 from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
+from megalin.train.graph_choice import (
+    StepMemory,
+    allocator_obstacle,
+    chosen_line,
+    growth_obstacle,
+    memory_obstacle,
+    refused_line,
+    waits_obstacle,
+)
 from megalin.train.step import accumulate_gradients
 
 WARM_UP_STEPS = 3
 """Eager steps before the capture: they compile, choose kernels and open communicators, which a capture cannot."""
+_WAITS = "called a synchronizing CUDA operation"
+"""Start of torch's warning of an op for which the host waits."""
 
 
 class GradientGraph:
@@ -27,38 +41,59 @@ class GradientGraph:
     collectives included, so the same bits. The graph's outputs, activations and gradients, keep their memory between
     steps; the weights that it reads must keep theirs.
 
+    Where it is `automatic`, in a run of one rank, it stays eager if the host waits for the device in a step, or if the
+    graph would take too much memory (docs/adr/0021-automatic-cuda-graphs.md); `report_lines` has the reason.
+
     Raises:
         ConfigError: no GPU, or settings under which a captured collective reads unmapped memory.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, loss_scale: Tensor | None = None) -> None:
+    def __init__(self, model: Model, mesh: Mesh, loss_scale: Tensor | None = None, *, automatic: bool = False) -> None:
         """`loss_scale` [] keeps its memory, as the weights do."""
         if mesh.device.type != "cuda":
             raise ConfigError(
                 f"train.cuda_graphs = true, but this run computes on a {mesh.device.type} device, which has no "
                 "CUDA graphs; set it to false"
             )
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-        if "expandable_segments:True" in allocator and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
-            raise ConfigError(
-                "train.cuda_graphs = true with the allocator's expandable_segments:True: NCCL would register buffers "
-                "of the graph by addresses that are not fixed; set NCCL_GRAPH_REGISTER=0 in the environment"
-            )
+        if (obstacle := allocator_obstacle(os.environ)) is not None:
+            raise ConfigError(f"train.cuda_graphs = true with {obstacle.cause}; set {obstacle.remedy}")
         self._model, self._mesh, self._loss_scale = model, mesh, loss_scale
         self._stream = torch.cuda.Stream(mesh.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
+        self._automatic, self._refused = automatic, False
+        self._waits: list[str] = []
+        self._reserved = 0
+        self._lines: list[str] = []
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are replays from here on."""
+        return self._graph is not None
+
+    def report_lines(self) -> list[str]:
+        """Lines on the choice, once after it was made."""
+        lines, self._lines = self._lines, []
+        return lines
 
     def accumulate_gradients(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
         """`accumulate_gradients` of micro-batches, with the same number and shapes at each call.
 
         The parameters have no gradients before the call. The gradients and the result are valid until the next call.
+
+        Raises:
+            ConfigError: the capture of an automatic graph failed.
         """
         if self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
-            return self._run(batches)
+            return self._warm_up(batches)
+        if self._graph is None and not self._refused:
+            if self._automatic:
+                self._choose(batches)
+            else:
+                self._graph = self._record(batches)
         if self._graph is None:
-            self._graph = self._record(batches)
+            return accumulate_gradients(self._model, batches, self._mesh, self._loss_scale)
         shapes = [_shapes(batch) for batch in batches]
         assert shapes == [_shapes(batch) for batch in self._batches], shapes
         for recorded, batch in zip(self._batches, batches, strict=True):
@@ -74,14 +109,54 @@ class GradientGraph:
             self._graph.reset()
             self._graph = None
 
-    def _run(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
-        """Runs eagerly on the CUDA stream of the capture, so that autograd nodes record no other stream."""
+    def _warm_up(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
+        """Runs eagerly on the CUDA stream of the capture, so that autograd nodes record no other stream. The last of
+        these steps starts without cached memory, to reserve what a step takes."""
+        is_measured = self._automatic and self._eager_steps == WARM_UP_STEPS
+        if is_measured:
+            torch.cuda.empty_cache()
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), recorded_waits(self._waits) if is_measured else nullcontext():
             result = accumulate_gradients(self._model, batches, self._mesh, self._loss_scale)
         outside.wait_stream(self._stream)
+        if is_measured:
+            self._reserved = torch.cuda.memory_reserved(self._mesh.device)
         return result
+
+    def _choose(self, batches: Sequence[AnyBatch]) -> None:
+        """Captures a graph, unless a step does not allow it, and drops one that takes too much memory."""
+        device, eager = self._mesh.device, self._reserved
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        memory = StepMemory(eager, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
+        obstacle = waits_obstacle(self._waits) or memory_obstacle(memory)
+        if obstacle is None:
+            try:
+                self._graph = self._record(batches)
+            except RuntimeError as error:
+                cause = error.__context__ or error
+                raise ConfigError(
+                    f'train.cuda_graphs = "auto": a step cannot be captured in a CUDA graph ({cause}); set it to false'
+                ) from error
+            captured = torch.cuda.memory_reserved(device)
+            obstacle = growth_obstacle(eager, captured)
+        if obstacle is None:
+            self._lines.append(chosen_line(eager, captured))
+        else:
+            self._refused = True
+            self._drop()
+            self._lines.append(refused_line(obstacle))
+
+    def _drop(self) -> None:
+        """Frees the graph and its memory, so that the next step runs eagerly."""
+        if self._graph is None:
+            return
+        self.close()
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        del self._batches, self._gradients, self._result
+        torch.cuda.empty_cache()
 
     def _record(self, batches: Sequence[AnyBatch]) -> torch.cuda.CUDAGraph:
         """Captures without running; stores the graph's own batches, gradients and result."""
@@ -95,6 +170,30 @@ class GradientGraph:
         self._gradients = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         current().enter("step")
         return graph
+
+
+@contextmanager
+def recorded_waits(places: list[str]) -> Iterator[None]:
+    """Adds the file and line of each op during the body for which a thread waits, as far as torch detects it: a
+    backward runs in another thread. Other warnings are shown as always."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def record(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+            if _WAITS in str(message):
+                places.append(f"{filename}:{lineno}")
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = record
+        warnings.filterwarnings("always", message=_WAITS)
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _shapes(batch: AnyBatch) -> list[torch.Size | None]:

@@ -199,6 +199,9 @@ class DeepSpeedEngine:
         values = torch.tensor([loss, norm], dtype=torch.float64, device=self._mesh.device)
         return result._replace(spike=self._spikes.read(self._spikes.judge(*values)[1].tolist()))
 
+    def report_lines(self) -> list[str]:
+        return []
+
     def tensors(self) -> Mapping[str, Tensor]:
         tensors: dict[str, Tensor] = {name: self._shard(name, self._get(name, None)) for name in self._parameters}
         (count,) = {int(state["step"]) for state in self._optimizer.state.values()}

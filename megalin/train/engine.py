@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalin.checkpoint.load import load
@@ -22,6 +24,7 @@ from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.float8 import check_float8_device, float8_settings, report_matmuls
+from megalin.train.graph_choice import automatic_obstacle
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.spikes import SPIKES_PREFIX, SpikeGuard, make_spike_guard
@@ -60,6 +63,9 @@ class Engine(Protocol):
         Raises:
             NumericError: as `PendingStep.wait` does, if the engine waits for the result itself.
         """
+
+    def report_lines(self) -> list[str]:
+        """Lines on choices that were made in the steps since the last call, for people."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint."""
@@ -114,7 +120,7 @@ class FullyShardedEngine:
             compile_blocks=train.compile,
             seed=train.seed,
             length=config.data.sequence_length,
-            overlap=train.cuda_graphs,
+            overlap=train.cuda_graphs is True,
             max_label_fraction=train.max_label_fraction,
             float8=float8,
         )
@@ -124,12 +130,27 @@ class FullyShardedEngine:
         self.settings: Mapping[str, Any] = {}
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
         self._copied: torch.cuda.Event | None = None
-        self._graph: GradientGraph | None = None
-        if train.cuda_graphs:
-            assert not isinstance(self.model, Pipeline), config.parallel
-            self._graph = GradientGraph(self.model, mesh, None if self._loss_scale is None else self._loss_scale.scale)
+        self._graph = self._make_graph(config)
         self._hooks = UpdateHooks(hooks, partial(weights, self.model))
         self._has_stepped = False
+
+    def _make_graph(self, config: RunConfig) -> GradientGraph | None:
+        """The graph of the steps; None where the config, the mesh or the device has none."""
+        automatic = config.train.cuda_graphs == "auto"
+        if not config.train.cuda_graphs:
+            return None
+        if automatic and automatic_obstacle(
+            config, device=self._mesh.device.type, world_size=dist.get_world_size(), environment=os.environ
+        ):
+            return None
+        assert not isinstance(self.model, Pipeline), config.parallel
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        return GradientGraph(self.model, self._mesh, scale, automatic=automatic)
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replays of a CUDA graph from here on."""
+        return self._graph is not None and self._graph.is_captured
 
     def step(self, batches: Sequence[AnyBatch], *, learning_rate: float, step: int) -> PendingStep:
         set_learning_rate(self._optimizer, learning_rate)
@@ -166,6 +187,9 @@ class FullyShardedEngine:
         self.timer.waits = waits = ComputeWaits(torch.cuda.current_stream())
         measure_waits(self.model, waits)
         self._mesh.launches.measure_wait = waits.measured
+
+    def report_lines(self) -> list[str]:
+        return [] if self._graph is None else self._graph.report_lines()
 
     def tensors(self) -> Mapping[str, Tensor]:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()

@@ -167,8 +167,7 @@ class TrainingLoop:
         ):
             self._saves.reserve()
             self._begin()
-            for line in self._report_lines():
-                log.print_line(line)
+            log.print_lines(self._report_lines())
             reader = StepReader(loader, self.mesh, preemption, self._saves.has_ended)
             self._heartbeat.enter("first step")
             for step in range(self.resumed_step + 1, self.last_step + 1):
@@ -189,6 +188,7 @@ class TrainingLoop:
                     with log.timed("tasks_seconds", self._are_tasks_due(finished.step)):
                         tasks = self._run_tasks_if_due(finished.step)
                     self._warn_of_spike(finished)
+                    log.print_lines(self.engine.report_lines())
                     log.write(finished, evaluation, tasks)
                     if self._is_save_due(finished.step):
                         self._saves.save(finished.step, log, wait=finished.step == self.last_step)

@@ -49,6 +49,11 @@ class RunLog:
         """Prints a line above the progress."""
         self._metrics.print_line(line)
 
+    def print_lines(self, lines: Sequence[str]) -> None:
+        """Prints lines above the progress."""
+        for line in lines:
+            self.print_line(line)
+
     def write_kernels(self) -> None:
         """Logs the implementation of each op so far and the reason for it, and a warning if ranks chose different ones;
         a collective."""

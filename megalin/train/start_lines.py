@@ -15,6 +15,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 from megalin.train.environment import device_name
 from megalin.train.float8 import describe_layers, float8_settings, planned_layers
+from megalin.train.graph_choice import choice_line
 
 MANY_EPOCHS = 4
 """Epochs of a source above which a run is warned: repeated data is then worth less than new data."""
@@ -48,6 +49,9 @@ def _facts(config: RunConfig, mesh: Mesh, counted: Counts, resumed_step: int) ->
     yield f"model: {describe_model(config.model, counted)}"
     blocks = "compiled" if train.compile else "eager"
     yield f"device: {dist.get_world_size()} x {device_name(mesh.device)}, {train.dtype}, {blocks} blocks"
+    ranks, environment = dist.get_world_size(), os.environ
+    if (line := choice_line(config, device=mesh.device.type, world_size=ranks, environment=environment)) is not None:
+        yield line
     if (settings := float8_settings(train)) is not None:
         layers = planned_layers(config.model, config.parallel, settings)
         yield f"matmuls: {describe_layers(layers, settings, train.dtype)}"

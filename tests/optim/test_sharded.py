@@ -1,5 +1,8 @@
 """Clipping and AdamW on tensor-parallel, sharded and replicated parameters against one process, in fp64."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.optim.clipping import clip_gradients
 from megalin.optim.config import OptimizerConfig, ScheduleConfig
 from megalin.optim.schedule import learning_rate
+from megalin.parallel.heartbeats import Heartbeat
 from tests.ranks import run_ranks
 
 CONFIG = OptimizerConfig(lr=0.1, weight_decay=0.5, max_grad_norm=0.25)
@@ -80,7 +84,9 @@ def _train_on_mesh(shape: tuple[int, int, int]) -> tuple[list[float], dict[str, 
     model.set_gradient_divide_factor(1.0)
     replicate, shard, _ = mesh.get_coordinate()
     rank, size = replicate * shape[1] + shard, shape[0] * shape[1]
-    norms, tensors = _train(model, list(range(rank, NUM_BATCHES, size)))
+    unneeded = patch.object(Heartbeat, "waiting", side_effect=AssertionError("a collective of one rank"))
+    with unneeded if mesh.size() == 1 else nullcontext():
+        norms, tensors = _train(model, list(range(rank, NUM_BATCHES, size)))
     return norms, {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
 
 

@@ -136,7 +136,7 @@ def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     assert random_batch(classifier, 8, 64, generator).label_counts().tolist() == [8]
 
 
-OPTIONS = Namespace(roofline=False, baseline=None, config="a model", overrides=[])
+OPTIONS = Namespace(roofline=False, baseline=None, device_time=False, config="a model", overrides=[])
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,14 @@ OPTIONS = Namespace(roofline=False, baseline=None, config="a model", overrides=[
     [
         ("danet-base", [], {"baseline": "fla"}, "cuda", "--baseline fla: a model is an encoder, and no baseline has"),
         ("tnl-70m", [], {"roofline": True}, "cpu", "--roofline and --baseline need exactly one GPU; start one process"),
+        (
+            "tnl-70m",
+            ["train.cuda_graphs=true"],
+            {"roofline": True},
+            "cuda",
+            "reads the ops of an eager step; leave out",
+        ),
+        ("tnl-70m", [], {"device_time": True}, "cpu", "--device-time measures a GPU; leave it out on a CPU"),
         ("tnl-70m", ["train.engine=deepspeed"], {"roofline": True}, "cuda", "support train.engine=fsdp2 only; leave"),
         ("tnl-70m", ["train.engine=deepspeed"], {"baseline": "fla"}, "cuda", "support train.engine=fsdp2 only; leave"),
     ],
@@ -310,6 +318,15 @@ def test_rates_of_several_ranks_are_plotted_next_to_those_of_one(tmp_path):
     assert split_curves([one, *sweep[:2], again]) == ([one, *sweep[:2], again], {})
     plot([one, *sweep, again], tmp_path / "curves.png")
     assert len((tmp_path / "curves.png").read_bytes()) > len((tmp_path / "parallel.png").read_bytes())
+
+
+def test_a_device_is_idle_where_no_kernel_or_copy_runs():
+    from train_benchmarks.device_time import device_time
+
+    kernels = [("kernel", 0.0, 3.0), ("kernel", 2.0, 2.0), ("gpu_memcpy", 10.0, 2.0), ("cpu_op", 4.0, 6.0)]
+    found = device_time([{"cat": kind, "ts": start, "dur": length} for kind, start, length in kernels], 2)
+    assert found == (pytest.approx(3e-6), 1.5)
+    assert found.describe(4e-6)["device_idle_fraction"] == pytest.approx(0.25)
 
 
 def test_cosformer2_is_compared_with_itself_on_another_scan(monkeypatch):

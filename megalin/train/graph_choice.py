@@ -1,0 +1,142 @@
+"""Choice of train.cuda_graphs = "auto": obstacles in a run's config and environment, and the memory of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megalin.train.config import RunConfig
+
+MOST_MICRO_BATCHES = 32
+"""Micro-batches a step up to which a graph is chosen: each one adds all of its kernels to the graph, which then takes
+longer to capture and more memory of its own."""
+FREE_RATIO = 1.5
+"""Free memory of the device, in multiples of a step's, from which a graph is chosen. A capture allocates that of a step
+once; the rest is for evaluations, which cannot use what a graph keeps."""
+MOST_GROWTH = 0.1
+"""Fraction by which a graph may raise the memory that eager steps reserve."""
+GRANULARITY_BYTES = 2**28
+"""Growth that is always allowed: it lies within the sizes in which the allocator reserves memory."""
+_FORCED = "; train.cuda_graphs = true overrides this"
+
+
+class Obstacle(NamedTuple):
+    """A setting with which a step cannot be a CUDA graph."""
+
+    cause: str
+    """The setting with its value, and the reason."""
+    remedy: str
+    """A setting without the obstacle."""
+
+
+class StepMemory(NamedTuple):
+    """Memory of a GPU, bytes, between two eager steps."""
+
+    reserved: int
+    """Reserved by the allocator, cached memory of the steps included."""
+    kept: int
+    """Reserved after cached memory was returned to the device: weights, optimizer state."""
+    free: int
+    """Free on the device after that."""
+
+
+def config_obstacles(config: RunConfig) -> Iterator[Obstacle]:
+    """Obstacles to a CUDA graph on any number of ranks."""
+    if config.train.engine == "deepspeed":
+        yield Obstacle('train.engine = "deepspeed", which launches its own kernels', 'engine = "fsdp2"')
+    if config.parallel.pp > 1:
+        yield Obstacle(f"parallel.pp = {config.parallel.pp}, whose ranks wait for each other on the host", "pp = 1")
+    sublayers = [sublayer for _, block in config.model.blocks() for sublayer in block.sublayers]
+    if reading := {sublayer.type for sublayer in sublayers if sublayer.host_reads_documents}:
+        yield Obstacle(
+            f"the mixer {', '.join(sorted(reading))}, for which the host reads the document boundaries of each batch",
+            'backend = "mask" in its config',
+        )
+
+
+def allocator_obstacle(environment: Mapping[str, str]) -> Obstacle | None:
+    """The obstacle of an allocator whose memory NCCL would register by addresses that change."""
+    settings = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" not in settings or environment.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    return Obstacle(
+        "the allocator's expandable_segments:True: NCCL would register buffers of the graph by addresses that are not "
+        "fixed",
+        "NCCL_GRAPH_REGISTER=0 in the environment",
+    )
+
+
+def automatic_obstacle(
+    config: RunConfig, *, device: str, world_size: int, environment: Mapping[str, str]
+) -> str | None:
+    """Reason for which "auto" chooses no CUDA graph before the run starts; None: it depends on memory alone.
+
+    Args:
+        device: type of the device.
+        environment: environment variables.
+    """
+    if device != "cuda":
+        return f"a {device} device, which has none"
+    for obstacle in config_obstacles(config):
+        return obstacle.cause
+    types = {sublayer.type for _, block in config.model.blocks() for sublayer in block.sublayers}
+    if others := sorted(name for name in types if "." in name):
+        return f"the mixer {', '.join(others)} of another package, whose Python code a graph would not repeat{_FORCED}"
+    if world_size > 1:
+        return f"{world_size} ranks: a graph hides slow ranks, and the launches of one that hangs{_FORCED}"
+    micro_batches = config.train.global_batch_size // config.train.micro_batch_size
+    if micro_batches > MOST_MICRO_BATCHES:
+        return f"{micro_batches} micro-batches a step, more than {MOST_MICRO_BATCHES} in one graph{_FORCED}"
+    blocked = allocator_obstacle(environment)
+    return None if blocked is None else f"{blocked.cause} (remedy: {blocked.remedy})"
+
+
+def memory_obstacle(memory: StepMemory) -> str | None:
+    """Reason for which a graph would leave too little memory; None: it can be captured."""
+    step = memory.reserved - memory.kept
+    if memory.free >= FREE_RATIO * step:
+        return None
+    return (
+        f"a graph keeps the {_gib(step)} of a step, and {_gib(memory.free)} are free, less than {FREE_RATIO:g} times "
+        f"that{_FORCED}"
+    )
+
+
+def waits_obstacle(places: Sequence[str]) -> str | None:
+    """Reason of a step in which the host waits for the device, at files and lines; None without such places."""
+    return f"the host waits for the device in a step, at {places[0]}" if places else None
+
+
+def growth_obstacle(eager: int, captured: int) -> str | None:
+    """Reason for which a captured graph takes too much memory: bytes reserved by eager steps, and with the graph."""
+    if captured - eager <= max(MOST_GROWTH * eager, GRANULARITY_BYTES):
+        return None
+    return (
+        f"with a graph the run reserves {_gib(captured)}, more than {MOST_GROWTH:.0%} above the {_gib(eager)} of eager "
+        f"steps{_FORCED}"
+    )
+
+
+def choice_line(config: RunConfig, *, device: str, world_size: int, environment: Mapping[str, str]) -> str | None:
+    """Line above the first step of a run on GPUs; None where the config has no graphs."""
+    if device != "cuda" or config.train.cuda_graphs is False:
+        return None
+    if config.train.cuda_graphs is True:
+        return "CUDA graphs: one launch a step after the first three"
+    obstacle = automatic_obstacle(config, device=device, world_size=world_size, environment=environment)
+    return refused_line(obstacle) if obstacle else "CUDA graphs: after three steps, if memory allows"
+
+
+def chosen_line(eager: int, captured: int) -> str:
+    """Line after the capture of a graph that "auto" chose, with the bytes of `growth_obstacle`."""
+    return f"CUDA graphs: one launch a step from here on; {_gib(captured)} reserved, {_gib(eager)} by eager steps"
+
+
+def refused_line(obstacle: str) -> str:
+    """Line of a run for which "auto" chooses no graph."""
+    return f"CUDA graphs: none: {obstacle}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
