@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from tests.train.test_step import MODEL, OPTIMIZER
 
 MESHES = {
-    2: [ParallelConfig(tp=2), ParallelConfig(zero=0), ParallelConfig(pp=2), ParallelConfig(cp=2, shard=1)],
+    2: [ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(zero=0), ParallelConfig(cp=2, shard=1)],
     3: [ParallelConfig(shard=1)],
     4: [ParallelConfig(shard=2), ParallelConfig(tp=2, shard=1)],
 }
@@ -95,7 +95,7 @@ def messages_on(meshes: Sequence[ParallelConfig], flips: int) -> list[tuple[str,
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_each_flipped_bit_is_found_on_every_rank_with_its_tensor(world_size, with_slow):
-    meshes, flips = MESHES[world_size], 100 if with_slow else 5
+    meshes, flips = (MESHES[world_size], 100) if with_slow else (MESHES[world_size][:2], 5)
     by_rank = run_ranks(world_size, messages_on, meshes, flips)
     assert all(found == by_rank[0] for found in by_rank)
     assert len(by_rank[0]) == flips * len(meshes)
