@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,6 +28,8 @@ class InFlightStep(NamedTuple):
     """The slowest rank of the steps before; None where it is not known."""
     digest: Tensor
     """Digest of its samples, for the ledger."""
+    batch: int
+    """Number of its batch in the sample order."""
 
 
 class FinishedStep(NamedTuple):
@@ -78,3 +80,9 @@ class InFlightSteps:
             with naming_samples(step.step, self._describe_samples):
                 result = step.pending.wait()
             yield FinishedStep(step, result)
+
+    def drop(self) -> None:
+        """Waits for the launched steps and discards their results: a rollback undoes them, whatever they are."""
+        while self._steps:
+            with suppress(NumericError):
+                self._steps.popleft().pending.wait()

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 import megalin
+from megalin.config import dumps
 from megalin.errors import ConfigError, KernelError
 from megalin.ops.dispatch.backend import self_tests
 from megalin.parallel.agreement import gather_over_ranks, on_every_rank, world_size
+from megalin.train.config import RunConfig
 from megalin.train.environment import versions
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
@@ -51,6 +53,19 @@ def check_same_start() -> None:
         + "\n  ".join(differences[:8])
         + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
     )
+
+
+def check_same_config(config: RunConfig) -> None:
+    """Compares the configs of all ranks. Raises ConfigError on every rank, with the first difference."""
+    texts = on_every_rank(lambda: dumps(config))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            pairs = zip(texts[0].splitlines(), text.splitlines(), strict=False)
+            line = next(((a, b) for a, b in pairs if a != b), ("", "a different number of lines"))
+            raise ConfigError(
+                f"rank {rank} has a different config than rank 0: {line[1]!r} against {line[0]!r}; "
+                "give every rank the same file and overrides"
+            )
 
 
 def _facts() -> dict[str, str]:
