@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from megalin.checkpoint.manifest import STATE_FILE, step_directory
 from megalin.data.loader import Loader, StepBatches
-from megalin.errors import CheckpointError, ConfigError, NumericError
+from megalin.errors import CheckpointError, ConfigError, NumericError, PreemptedError
 from megalin.train import spikes
 from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
@@ -214,7 +216,7 @@ def test_rollbacks_on_a_mesh_and_their_resumption_in_one_process_read_the_same_s
         assert losses(tmp_path / folder) == pytest.approx(losses(expected), rel=1e-5)
 
 
-def _killed_in_the_rollback(config: Path, root: Path) -> None:
+def _ended_in_the_rollback(config: Path, root: Path) -> None:
     load = FullyShardedEngine.load
 
     def dying(*_: Any) -> None:
@@ -225,12 +227,26 @@ def _killed_in_the_rollback(config: Path, root: Path) -> None:
             train_here(config, root / "killed", ROLLBACK)
         assert FullyShardedEngine.load is load
         train_here(config, root / "killed", ROLLBACK)
+        read = StepReader.read
+
+        def reading(reader: StepReader, batch: int, **options: Any) -> StepData:
+            if batch == SPIKE + 1 and not (root / "preempted" / "rollbacks.json").exists():
+                os.kill(os.getpid(), signal.SIGTERM)
+            return read(reader, batch, **options)
+
+        with (
+            patch.object(StepReader, "read", reading),
+            pytest.raises(PreemptedError, match=f"SIGTERM after {RESTORED} of {STEPS} steps"),
+        ):
+            train_here(config, root / "preempted", ROLLBACK)
+        train_here(config, root / "preempted", ROLLBACK)
 
 
 @pytest.mark.slow
-def test_a_run_killed_between_the_record_and_the_restoring_of_a_rollback_continues_with_the_same_bits(runs, tmp_path):
-    run_ranks(1, _killed_in_the_rollback, dropout_config(tmp_path), tmp_path)
-    assert_same(tmp_path / "killed", runs[0] / "expected")
+def test_a_run_killed_or_preempted_in_a_rollback_continues_with_the_same_bits(runs, tmp_path):
+    run_ranks(1, _ended_in_the_rollback, dropout_config(tmp_path), tmp_path)
+    for name in ("killed", "preempted"):
+        assert_same(tmp_path / name, runs[0] / "expected")
 
 
 def _refused(config: Path, run: Path, contents: Sequence[str]) -> list[str]:
