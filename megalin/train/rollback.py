@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pydantic
@@ -15,12 +16,14 @@ from megalin.data.skipped_batches import SkippedBatches
 from megalin.data.sources import SKIPPED_BATCHES, Training
 from megalin.errors import CheckpointError, NumericError
 from megalin.files import read_limited
-from megalin.parallel.agreement import on_rank_zero
+from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.in_flight import FinishedStep
 from megalin.train.run_folder import RunFolder
 from megalin.train.train_state import read_state
 
 _LIMIT_BYTES = 1 << 24
+
+_log = logging.getLogger(__name__)
 
 
 class Rollback(Config):
@@ -112,7 +115,11 @@ class Rollbacks:
                 "optimizer.lr, look at the samples of the step, or raise train.max_rollbacks, and run the same command"
             )
         checkpoint = newest(self._run.checkpoints, before=spike.step)
-        return None if checkpoint is None or read_state(checkpoint).order is None else checkpoint
+        if checkpoint is not None and read_state(checkpoint).order is not None:
+            return checkpoint
+        if rank() == 0:
+            _log.warning("no checkpoint before step %d to roll back to: the run goes on after it", spike.step)
+        return None
 
     def add(self, checkpoint: Checkpoint, spike: FinishedStep, data: Training) -> Training:
         """Writes a rollback to the disk, and returns the data without the batches from the checkpoint to the spike; a

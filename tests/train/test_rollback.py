@@ -120,6 +120,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return root, error
 
 
+def messages(folder: Path) -> list[str]:
+    """The messages of a run's events."""
+    return [json.loads(line)["message"] for line in (folder / "incidents.jsonl").read_text().splitlines()]
+
+
 def without_batches(folder: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in line if name != "batch"} for line in ledger(folder)]
 
@@ -157,9 +162,8 @@ def test_the_ledger_checkpoints_and_events_show_what_was_left_out(runs):
     (rollback,) = json.loads((rolled / "rollbacks.json").read_text())["rollbacks"]
     assert (rollback["step"], rollback["spike_step"]) == (RESTORED, SPIKE)
     assert (rollback["first_batch"], rollback["last_batch"]) == (RESTORED + 1, SPIKE)
-    events = [json.loads(line)["message"] for line in (rolled / "incidents.jsonl").read_text().splitlines()]
-    assert next(message for message in events if "spike" in message).startswith(f"step {SPIKE}: spike: loss ")
-    (message,) = [message for message in events if "rolled back" in message]
+    assert next(each for each in messages(rolled) if "spike" in each).startswith(f"step {SPIKE}: spike: loss ")
+    (message,) = [each for each in messages(rolled) if "rolled back" in each]
     assert message == (
         "rolled back from step 8 to the checkpoint of step 6: batches 7 to 8 of the sample order are left out "
         "(rollback 1 of train.max_rollbacks = 3)"
@@ -169,6 +173,7 @@ def test_the_ledger_checkpoints_and_events_show_what_was_left_out(runs):
 def test_a_spike_before_the_first_checkpoint_is_left_out(runs):
     limited = runs[0] / "limited"
     assert [line["step"] for line in ledger(limited) if "skipped" in line] == [EARLY]
+    assert f"no checkpoint before step {EARLY} to roll back to: the run goes on after it" in messages(limited)
     first, *_ = json.loads((limited / "rollbacks.json").read_text())["rollbacks"]
     assert first["spike_step"] == SPIKE
 
