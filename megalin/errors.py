@@ -51,7 +51,7 @@ class RankStalledError(RankFailedError):
 
 
 class NumericError(MegalinError):
-    """A non-finite loss or gradient."""
+    """A non-finite loss or gradient, or a loss spike beyond the number of rollbacks."""
 
     exit_code = 8
 

@@ -31,11 +31,14 @@ _VOCABULARY = "embedding.weight"
 _log = logging.getLogger(__name__)
 
 
-def newest(root: str | Path) -> Checkpoint | None:
+def newest(root: str | Path, *, before: int | None = None) -> Checkpoint | None:
     """The newest checkpoint in `root` with all files valid; None if `root` has no checkpoint directory.
 
     All ranks call it and get the same result; each hashes its part of the files. An invalid directory is skipped with
     a warning that has the reason.
+
+    Args:
+        before: the newest of fewer finished steps.
 
     Raises:
         CheckpointError: there are checkpoint directories, and none is valid. (Starting from step 0 would be the wrong
@@ -43,7 +46,7 @@ def newest(root: str | Path) -> Checkpoint | None:
     """
     root = Path(root)
     problems = []
-    for step in reversed(saved_steps(root)):
+    for step in reversed([step for step in saved_steps(root) if before is None or step < before]):
         checked = check_directory(root / step_directory(step))
         if isinstance(checked, Checkpoint):
             return checked

@@ -133,7 +133,7 @@ class Loader(Generic[BatchT]):
         reads = sorted(self._reads.items(), key=lambda item: item[1].worker)
         stuck = [self._describe_read(thread, read) for thread, read in reads]
         raise RankStalledError(
-            f"no samples for step {step + 1} within {self._timeout_seconds:g} s (train.hang_timeout_seconds): "
+            f"batch {step + 1} was not read within {self._timeout_seconds:g} s (train.hang_timeout_seconds): "
             f"{'; '.join(stuck) or 'no data worker reads'}. Check the file system, and run the same command to "
             "continue from the newest checkpoint"
         )

@@ -20,6 +20,7 @@ from megalin.data.datasets.packed import PackedDataset
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.order import Order, Positions
 from megalin.data.shards.indexed_dataset import Shard
+from megalin.data.skipped_batches import SkippedBatches
 
 LABEL_MASKS = "label masks of the sources, by sha256"
 """Key of the identity, where a source has a label mask: for each of its shards the mask's sha256, or null."""
@@ -27,6 +28,9 @@ LABEL_MASKS = "label masks of the sources, by sha256"
 SHARD_DIGESTS = "shards of the sources, by sha256"
 """Key of the identity, where the shards were verified: for each shard of a source the sha256 of its .idx, blocks of its
 .bin, and a root over these."""
+
+SKIPPED_BATCHES = "skipped batches"
+"""Key of the identity, where a run has left out batches: the windows."""
 
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
@@ -141,13 +145,16 @@ class Training(NamedTuple):
     """Steps that the order was made for; None: any number."""
     digests: Mapping[Path, Mapping[str, Any]] = {}
     """Records of the shards that were verified, by prefix (`verification.record`); empty with `data.verify` = "off"."""
+    skipped: SkippedBatches = SkippedBatches()
+    """Batches of the order that the run leaves out. The phases begin at batches of the order, not at steps."""
 
     def identity(self, step: int) -> dict[str, Any]:
         """Inputs that determine the samples of the first `step` steps, besides the config's seed and sizes (JSON).
 
         Later sources and phases are not part of it, so they can be added when a run is resumed.
         """
-        phases = [phase for phase in self.phases if phase[0] == 0 or phase[0] < step]
+        batches, skipped = self.skipped.batch(step), self.skipped.before(step)
+        phases = [phase for phase in self.phases if phase[0] == 0 or phase[0] < batches]
         names = {name for _, fractions in phases for name in fractions}
         masks = {use.name: list(use.label_masks) for use in self.uses if use.name in names and any(use.label_masks)}
         records = {
@@ -160,9 +167,10 @@ class Training(NamedTuple):
             "tokens of the sources": {use.name: use.tokens for use in self.uses if use.name in names},
             "samples of the sources": {use.name: use.samples for use in self.uses if use.name in names},
             "train.steps, for this order": self.total_steps,
-            # Without masks as in runs from before there were any.
+            # Without masks and rollbacks as in runs from before there were any.
             **({LABEL_MASKS: masks} if masks else {}),
             **({SHARD_DIGESTS: records} if self.digests else {}),
+            **({SKIPPED_BATCHES: skipped.to_json()} if skipped.windows else {}),
         }
 
     def report_lines(self) -> list[str]:

@@ -29,7 +29,7 @@ CAPACITY = 4096
 VARIABLE: Final = "MEGALIN_HEARTBEATS"
 """Environment variable with the path of the file that a launcher created for its ranks."""
 
-Phase = Literal["none", "start", "first step", "step", "capture", "evaluation", "tasks", "save", "end"]
+Phase = Literal["none", "start", "first step", "step", "capture", "evaluation", "tasks", "save", "end", "rollback"]
 """Work of a rank. none: the rank has not opened the file."""
 State = Literal["absent", "computing", "waiting", "reading", "done", "failed", "blocked"]
 """absent: the rank has not opened the file. waiting: in a collective, for other ranks. reading: waits for its samples.

@@ -53,11 +53,15 @@ class TrainConfig(Config):
     loss scaling."""
     loss_scale: LossScaleConfig | None = None
     """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
-    on_spike: Literal["warn", "skip"] = "warn"
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
     """Reaction to a spike: a loss above the median of the last 128 steps by more than 10 of their median absolute
     deviations and 0.1 nat, or a gradient norm above 50 times their median and 100 deviations, from step 101 on. warn: a
     warning with the samples of the step. skip, with the fsdp2 engine only: its update is left out, too, on every rank;
-    the schedule, the samples and the ledger count the step."""
+    the schedule, the samples and the ledger count the step. rollback, with the fsdp2 engine and data.order = "megalin":
+    the newest checkpoint before it is restored, the steps since then are undone, and their batches, with that of the
+    spike, are left out of the run; before the first checkpoint as skip."""
+    max_rollbacks: int = pydantic.Field(default=3, ge=0)
+    """Rollbacks of the whole run; the next spike ends it with exit code 8. 0: the first spike does."""
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
     power-of-two scale for each row; needs dtype = "bfloat16", and on GPUs compute capability 8.9. Gradients of weights,
@@ -143,7 +147,7 @@ class RunConfig(Config):
                     f"data.phases.{number}.from_step = {phase.from_step} is not below train.steps = {train.steps}; "
                     "lower it or remove the phase"
                 )
-        problems += self._engine_problems() + self._graph_problems() + self._kind_problems()
+        problems += self._engine_problems() + self._graph_problems() + self._kind_problems() + self._rollback_problems()
         problems += float8_problems(train, parallel, length) + loss_scale_problems(train)
         problems += self.evaluation.problems() + self.checkpoint.problems(self.train.steps)
         if train.branch_from is not None and train.initial_weights is not None:
@@ -180,6 +184,24 @@ class RunConfig(Config):
             problems.append(
                 f'parallel.shard = {parallel.shard} with train.engine = "deepspeed", which shards over the whole data '
                 'axis; leave it out (parallel.zero = 0 shards nothing), or use engine = "fsdp2"'
+            )
+        return problems
+
+    def _rollback_problems(self) -> list[str]:
+        """Settings that leave a rollback without a checkpoint or without samples."""
+        if self.train.on_spike != "rollback":
+            return []
+        problems = []
+        saved = self.checkpoint.keep_steps if self.checkpoint.every_steps is None else [self.checkpoint.every_steps]
+        if not any(step < self.train.steps for step in saved):
+            problems.append(
+                'train.on_spike = "rollback" restores a checkpoint, and the only one is that of the last step; set '
+                'checkpoint.every_steps, or use on_spike = "skip"'
+            )
+        if self.data.order == "megatron":
+            problems.append(
+                'train.on_spike = "rollback" with data.order = "megatron", which has no samples beyond those of '
+                'train.steps to replace the ones left out; use on_spike = "skip", or order = "megalin"'
             )
         return problems
 

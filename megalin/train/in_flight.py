@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,6 +31,8 @@ class InFlightStep(NamedTuple):
     """Digest of its samples, for the ledger."""
     comparison: PendingComparison | None
     """Of the copies after it, where it is due."""
+    batch: int
+    """Number of its batch in the sample order."""
 
 
 class FinishedStep(NamedTuple):
@@ -84,3 +86,9 @@ class InFlightSteps:
             if step.comparison is not None:
                 step.comparison.wait()
             yield FinishedStep(step, result)
+
+    def drop(self) -> None:
+        """Waits for the launched steps and discards their results: a rollback undoes them, whatever they are."""
+        while self._steps:
+            with suppress(NumericError):
+                self._steps.popleft().pending.wait()

@@ -84,14 +84,8 @@ class JsonLines:
         Raises:
             StorageError: it cannot be opened or truncated.
         """
-        try:
-            if os.path.lexists(path):
-                _truncate(path, resumed_step)
-            self._file = AppendedFile(path)
-        except OSError as error:
-            raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); free space, or choose another run folder"
-            ) from None
+        self._path = path
+        self._file = _open(path, resumed_step)
 
     def write(self, step: int, values: Mapping[str, float | int | str]) -> bool:
         """Appends a line; a number that is not finite becomes null, with `<name>_nonfinite` added.
@@ -107,6 +101,12 @@ class JsonLines:
                 line[name], line[f"{name}_nonfinite"] = None, repr(float(value))
         return self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
+    def rewind(self, step: int) -> None:
+        """Removes the lines of steps after `step`. Raises StorageError if the file cannot be written."""
+        file = _open(self._path, step)
+        self._file.close()
+        self._file = file
+
     def sync(self) -> None:
         """Flushes the file to the disk."""
         self._file.sync()
@@ -121,6 +121,17 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     with io.BufferedReader(open_regular(path, follow_links=True)) as file:
         for _, record in _records(file):
             yield record
+
+
+def _open(path: Path, last_step: int | None) -> AppendedFile:
+    try:
+        if os.path.lexists(path):
+            _truncate(path, last_step)
+        return AppendedFile(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written ({error.strerror}); free space, or choose another run folder"
+        ) from None
 
 
 def _truncate(path: Path, last_step: int | None) -> None:

@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 class Ledger:
     """Writer of a run's ledger, one JSON line per step: {"step": finished steps, "digest": 32 hex digits}, with
-    "skipped": 1 where the update was left out.
+    "skipped": 1 where the update was left out, and after a rollback "batch": the number of its batch in the sample
+    order, which is the step plus the batches left out so far.
 
     A step's digest is the sum, modulo 2^64 in each half, of a hash of each sample's place in the step and its token
     ids: it does not depend on the mesh, the micro-batches or the threads. Lines of an earlier process beyond
@@ -53,13 +54,24 @@ class Ledger:
             _log.warning("%s: missing; the run continues with a new one, from step %d on", path, resumed_step + 1)
         self._file = JsonLines(path, resumed_step=resumed_step)
 
-    def write(self, step: int, digest: Tensor, *, skipped: bool = False) -> None:
-        """Appends the line of `step`, whose digest is [2] int64; does nothing on ranks other than 0."""
+    def write(self, step: int, digest: Tensor, *, skipped: bool = False, batch: int | None = None) -> None:
+        """Appends the line of `step`, whose digest is [2] int64 and whose batch is left out if it is the step's number;
+        does nothing on ranks other than 0."""
         if self._file is not None:
             text = "".join(f"{half % 2**64:016x}" for half in digest.tolist())
-            self._waiting.append((step, {"digest": text} | ({"skipped": 1} if skipped else {})))
+            moved = {} if batch in (None, step) else {"batch": batch}
+            self._waiting.append((step, {"digest": text} | moved | ({"skipped": 1} if skipped else {})))
             while self._waiting and self._file.write(*self._waiting[0]):
                 self._waiting.popleft()
+
+    def rewind(self, step: int) -> None:
+        """Removes the lines of later steps, which are undone; a collective. Raises StorageError on every rank."""
+        on_rank_zero(lambda: self._rewind(step))
+
+    def _rewind(self, step: int) -> None:
+        if self._file is not None:
+            self._waiting = deque(line for line in self._waiting if line[0] <= step)
+            self._file.rewind(step)
 
     def sync(self) -> None:
         """Flushes the lines to the disk, before a checkpoint of their steps is saved."""

@@ -25,7 +25,8 @@ from megalin.parallel.watchdog import Watchdog
 from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
-from megalin.train.engine import Engine, FullyShardedEngine
+from megalin.train.due_steps import DueSteps
+from megalin.train.engine import make_engine
 from megalin.train.environment import device_name, environment
 from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections
@@ -34,12 +35,14 @@ from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, n
 from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
-from megalin.train.replicas import PendingComparison, ReplicaCheck
+from megalin.train.replicas import ReplicaCheck
 from megalin.train.resume import find_checkpoint, resume
+from megalin.train.rollback import Rollbacks
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.saves import RunSaves
 from megalin.train.shard_check import verify_shards
+from megalin.train.spikes import SpikeReading
 from megalin.train.start_checks import check_same_config, check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
@@ -111,18 +114,21 @@ class TrainingLoop:
         with slow_work("verifying the shards", shown=mesh.is_first_rank):
             self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
         self.data = self.data._replace(digests=self.shards.records)
+        self._rollbacks = Rollbacks(run, config.train.max_rollbacks)
         checkpoint = find_checkpoint(run.checkpoints, config, self.data)
+        self.data = self._rollbacks.resume(checkpoint, self.data)
         source = find_initial_weights(config, run.checkpoints)
-        self.engine = _make_engine(config, mesh, hooks)
+        self.engine = make_engine(config, mesh, hooks)
         self.model = self.engine.model
         self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
-        self._saves = RunSaves(config, self.data, run, self.engine, mesh.launches, saver)
+        self._saves = RunSaves(config, run, self.engine, mesh.launches, saver)
         self.initial_weights: InitialWeights | None = None
         if source is not None:
             self.initial_weights = load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
         compares = config.train.compare_replicas_every_steps and config.train.engine == "fsdp2"
-        self._replicas = ReplicaCheck(mesh, self.engine.tensors()) if compares else None
+        self._replicas = ReplicaCheck(mesh, self.engine.tensors() if compares else {})
+        self._due = DueSteps(config, self.resumed_step, self.last_step, self.validation is not None, tasks is not None)
 
     def _open_data(self) -> None:
         config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
@@ -145,10 +151,11 @@ class TrainingLoop:
         """Runs the remaining steps, saving as configured and after the last one.
 
         While the device runs a step, the host finishes the step before: one step is in flight. A step after which
-        something is due is finished before the next one's samples are read (docs/adr/0012).
+        something is due is finished before the next one's samples are read (docs/adr/0012). A rollback drops the step
+        in flight, and goes on after the last step of a checkpoint (docs/adr/0019).
 
         Raises:
-            NumericError: a loss or gradient that is not finite; nothing is saved.
+            NumericError: a loss or gradient that is not finite, or a spike after too many rollbacks; nothing is saved.
             ReplicaError: on every rank, for copies of a tensor that differ; nothing is saved.
             DataError: on every rank, for a token id beyond the vocabulary or an unreadable shard on any rank.
             PreemptedError: on every rank, after SIGTERM on any rank; the current step is finished and saved first.
@@ -170,32 +177,25 @@ class TrainingLoop:
             log.print_lines(self._report_lines())
             reader = StepReader(loader, self.mesh, preemption, self._saves.has_ended)
             self._heartbeat.enter("first step")
-            for step in range(self.resumed_step + 1, self.last_step + 1):
-                data, self._own_seconds = reader.read(step, own_seconds=self._own_seconds), 0.0
+            step = self.resumed_step
+            while step < self.last_step:
+                step += 1
+                data = reader.read(self.data.skipped.batch(step), own_seconds=self._own_seconds)
+                self._own_seconds = 0.0
                 if data.save_has_ended:
                     self._saves.finish(log)
                 if data.stop is None:
                     in_flight.push(self._launch(step, data))
-                for finished in in_flight.finished(drain=data.stop is not None or self._is_due(step)):
-                    if finished.step == self.resumed_step + 1:
-                        log.write_kernels()
-                        self._heartbeat.enter("step")
-                    self._own_seconds = finished.result.own_seconds or self._own_seconds
-                    if self._watchdog is not None:
-                        self._watchdog.add_step(finished.result.seconds)
-                    with log.timed("evaluation_seconds", self._is_evaluation_due(finished.step)):
-                        evaluation = self._evaluate_if_due(finished.step)
-                    with log.timed("tasks_seconds", self._are_tasks_due(finished.step)):
-                        tasks = self._run_tasks_if_due(finished.step)
-                    self._warn_of_spike(finished)
-                    log.print_lines(self.engine.report_lines())
-                    log.write(finished, evaluation, tasks)
-                    if self._is_save_due(finished.step):
-                        self._saves.save(finished.step, log, wait=finished.step == self.last_step)
-                if data.stop is not None:
-                    self._stop_early(data.stop, step - 1, log)
-                if step == self.resumed_step + 1:
-                    freeze()
+                for finished in in_flight.finished(drain=data.stop is not None or self._due.has_any(step)):
+                    if (restored := self._roll_back(finished, in_flight, log)) is not None:
+                        step = restored
+                        break
+                    evaluation, tasks = self._finish(finished, log)
+                else:
+                    if data.stop is not None:
+                        self._stop_early(data.stop, step - 1, log)
+                    if self._due.is_first(step):
+                        freeze()
             self._heartbeat.enter("end")
             log.write_rest()
         self._write_loss_curve(evaluation)
@@ -214,8 +214,51 @@ class TrainingLoop:
             run.write_json(run.deepspeed, self.engine.settings)
         if self.initial_weights is not None:
             run.write_json(run.initial_weights, self.initial_weights._asdict())
+        self._rollbacks.begin()
         where = f"on {torch.distributed.get_world_size()} x {device_name(self.mesh.device)}"
         self.event_log.begin(self.resumed_step, where)
+
+    def _finish(self, finished: FinishedStep, log: RunLog) -> tuple[AnyEvaluation | None, dict[str, float]]:
+        """Logs a step, evaluates and saves after it where due; returns the evaluation and the results of tasks."""
+        step, result = finished.step, finished.result
+        if self._due.is_first(step):
+            log.write_kernels()
+            self._heartbeat.enter("step")
+        self._own_seconds = result.own_seconds or self._own_seconds
+        if self._watchdog is not None:
+            self._watchdog.add_step(result.seconds)
+        with log.timed("evaluation_seconds", self._due.evaluation(step)):
+            evaluation = self._evaluate_if_due(step)
+        with log.timed("tasks_seconds", self._due.tasks(step)):
+            tasks = self._run_tasks_if_due(step)
+        log.print_lines(self.engine.report_lines())
+        log.write(finished, evaluation, tasks)
+        if self._due.save(step):
+            self._saves.save(step, self.data, log, wait=step == self.last_step)
+        return evaluation, tasks
+
+    def _roll_back(self, finished: FinishedStep, in_flight: InFlightSteps, log: RunLog) -> int | None:
+        """Warns of a step that is a spike. Undoes the steps since the newest checkpoint where configured, and returns
+        the number of finished steps then; None: the run goes on. Raises NumericError after too many rollbacks."""
+        if finished.result.spike is None or not finished.result.spike.found:
+            return None
+        self._warn_of_spike(finished, finished.result.spike)
+        if self.config.train.on_spike != "rollback":
+            return None
+        self.engine.timer.pause()
+        self.mesh.launch_order.compare()  # else this rank may wait forever for the step in flight
+        with self._heartbeat.in_phase("rollback"), naming_samples(finished.step, self._describe_samples):
+            self._saves.finish(log)
+            checkpoint = self._rollbacks.find(finished)
+            if checkpoint is None:
+                return None
+            in_flight.drop()
+            self.data = self._rollbacks.add(checkpoint, finished, self.data)
+            self.engine.load(checkpoint)
+            log.rewind(checkpoint.step)
+        if self.mesh.is_first_rank:
+            _log.warning("%s", self._rollbacks.describe_last())
+        return checkpoint.step
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
         """Launches a step; the clock of the steps pauses after one that must be finished before the next starts."""
@@ -226,21 +269,18 @@ class TrainingLoop:
         self.engine.timer.start()
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
-        comparison = self._compare_replicas(step) if self._is_comparison_due(step) else None
+        comparison = self._replicas.start(self.engine.tensors(), step) if self._due.comparison(step) else None
         self.engine.timer.leave()
         if self.mesh.device.type in SYNCHRONOUS_DEVICES:
             self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
         self._watch_own_times(step, data)
-        if self._is_due(step):
+        if self._due.has_any(step):
             self.engine.timer.pause()  # evaluations and checkpoints count for no step
             self.mesh.launch_order.compare()  # else this rank may wait forever, or save wrong weights
+        slowest, batch = self._stragglers.slowest, self.data.skipped.batch(step)
         return InFlightStep(
-            step, pending, rate, data.wait_seconds, data.wait_rank, self._stragglers.slowest, data.digest, comparison
+            step, pending, rate, data.wait_seconds, data.wait_rank, slowest, data.digest, comparison, batch
         )
-
-    def _compare_replicas(self, step: int) -> PendingComparison | None:
-        """Launches a comparison of the copies after `step`."""
-        return None if self._replicas is None else self._replicas.start(self.engine.tensors(), step)
 
     def _watch_own_times(self, step: int, data: StepData) -> None:
         """Warns of a slow rank, by the ranks' own times: on CPUs in the launch of the step before, on GPUs in the step
@@ -251,41 +291,20 @@ class TrainingLoop:
             if slow and self.mesh.is_first_rank:
                 _log.warning("step %d: %s", step, slow)
 
-    def _warn_of_spike(self, finished: FinishedStep) -> None:
+    def _warn_of_spike(self, finished: FinishedStep, spike: SpikeReading) -> None:
         """Warns of a step whose loss or norm is a spike, with its samples."""
-        step, result = finished.step, finished.result
-        if result.spike is not None and result.spike.found and self.mesh.is_first_rank:
-            found, samples = result.spike.describe(result.loss, result.grad_norm), self._describe_samples(step)
-            _log.warning("step %d: %s. Its samples, by data-parallel rank: %s", step, found, samples)
+        if self.mesh.is_first_rank:
+            found = spike.describe(finished.result.loss, finished.result.grad_norm)
+            samples = self._describe_samples(finished.step)
+            _log.warning("step %d: %s. Its samples, by data-parallel rank: %s", finished.step, found, samples)
 
     def _describe_samples(self, step: int) -> str:
-        return describe_samples(self.config, self.data, self.mesh, step)
-
-    def _is_due(self, step: int) -> bool:
-        """Whether this step must be finished before the next one starts: it is logged first or last, evaluated or
-        checkpointed."""
-        is_first = step == self.resumed_step + 1
-        return is_first or self._is_save_due(step) or self._is_evaluation_due(step) or self._are_tasks_due(step)
-
-    def _is_evaluation_due(self, step: int) -> bool:
-        every_steps = self.config.train.evaluate_every_steps
-        return self.validation is not None and (step == self.last_step or _divides(every_steps, step))
-
-    def _are_tasks_due(self, step: int) -> bool:
-        every_steps = self.config.evaluation.every_steps
-        return self.tasks is not None and (step == self.last_step or _divides(every_steps, step))
-
-    def _is_save_due(self, step: int) -> bool:
-        checkpoint = self.config.checkpoint
-        return step == self.last_step or _divides(checkpoint.every_steps, step) or step in checkpoint.keep_steps
-
-    def _is_comparison_due(self, step: int) -> bool:
-        return self._is_save_due(step) or _divides(self.config.train.compare_replicas_every_steps or None, step)
+        return describe_samples(self.config, self.data, self.mesh, self.data.skipped.batch(step))
 
     def _evaluate_if_due(self, step: int) -> AnyEvaluation | None:
         """Evaluates the first samples of the validation split where an evaluation is due."""
         train = self.config.train
-        if self.validation is None or not self._is_evaluation_due(step):
+        if self.validation is None or not self._due.evaluation(step):
             return None
         batches = train.evaluate_batches
         loader = ValidationLoader(
@@ -300,7 +319,7 @@ class TrainingLoop:
 
     def _run_tasks_if_due(self, step: int) -> dict[str, float]:
         """Results of the tasks where they are due, else none."""
-        if self.tasks is None or not self._are_tasks_due(step):
+        if self.tasks is None or not self._due.tasks(step):
             return {}
         with self._heartbeat.in_phase("tasks"):
             return self.tasks.run(self.model, self.mesh, step=step)
@@ -309,10 +328,10 @@ class TrainingLoop:
         """Ends the run after `step` finished steps; after a SIGTERM they are saved first."""
         if isinstance(stop, DataFailure):
             stop.raise_error()
-        if step > self.resumed_step and not self._is_save_due(step):
-            if (comparison := self._compare_replicas(step)) is not None:
+        if step > self.resumed_step and not self._due.save(step):
+            if (comparison := self._replicas.start(self.engine.tensors(), step)) is not None:
                 comparison.wait()
-            self._saves.save(step, log, wait=True)
+            self._saves.save(step, self.data, log, wait=True)
         else:
             with self._heartbeat.in_phase("save"):
                 self._saves.finish(log)
@@ -327,6 +346,8 @@ class TrainingLoop:
         initial = [] if self.initial_weights is None else self.initial_weights.report_lines()
         if (trunk := self.config.train.branch_from) is not None:
             initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
+        if self.data.skipped.windows:
+            initial.append(f"batches of the sample order that the run leaves out: {self.data.skipped}")
         facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
         return [*facts, self.shards.line, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
 
@@ -377,15 +398,3 @@ def train(
         loop = TrainingLoop(config, mesh, run, event_log, hooks, tasks, watchdog, saver)
         with closing(loop.engine):
             return loop.train()
-
-
-def _make_engine(config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook]) -> Engine:
-    if config.train.engine == "fsdp2":
-        return FullyShardedEngine(config, mesh, hooks)
-    from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
-
-    return DeepSpeedEngine(config, mesh, hooks)
-
-
-def _divides(every_steps: int | None, step: int) -> bool:
-    return every_steps is not None and step % every_steps == 0

@@ -94,6 +94,9 @@ class LossScale:
                 checkpoint.path,
                 self._config.initial,
             )
+        self.scale.fill_(self._config.initial)
+        self._clean_steps.zero_()
+        self._overflows.zero_()
         return {}
 
 

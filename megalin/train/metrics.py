@@ -59,6 +59,7 @@ class Metrics:
             ConfigError: on every rank, when W&B or Prometheus is configured but not installed, or cannot start.
         """
         self._sinks: list[_Sink] = []
+        self._files: list[JsonLines | _Events] = []
         self._wandb: WeightsAndBiases | None = None
         self._last_step = resumed_step
         self._event_log = event_log
@@ -73,9 +74,10 @@ class Metrics:
                 self._wandb = WeightsAndBiases(
                     Path(folder), wandb_project, wandb_config or {}, resumed=resumed_step > 0
                 )
-            self._sinks.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
+            self._files.append(JsonLines(Path(folder) / "metrics.jsonl", resumed_step=resumed_step))
             events = Path(folder) / "tensorboard"
-            BestEffortWriter(str(events)).attempt(lambda: self._sinks.append(_Events(events, resumed_step)))
+            BestEffortWriter(str(events)).attempt(lambda: self._files.append(_Events(events, resumed_step)))
+            self._sinks += self._files
             self._console = shown_on = console or Console(file=terminal())
             if shown_on.is_terminal and not shown_on.is_dumb_terminal:
                 self._sinks.append(LiveView(shown_on, total_steps, resumed_step, event_log))
@@ -102,6 +104,17 @@ class Metrics:
         if self._wandb is not None:
             self._wandb.write(step, values)
 
+    def rewind(self, step: int) -> None:
+        """Removes the lines of steps after `step`, which are undone, so that they can be written again; a collective.
+
+        Raises:
+            StorageError: on every rank, if metrics.jsonl cannot be written.
+        """
+        self._last_step = step
+        if self._event_log is not None:
+            self._event_log.step = step
+        on_rank_zero(lambda: [file.rewind(step) for file in self._files])
+
     def print_line(self, line: str) -> None:
         """Prints a line above the progress; does nothing on ranks that do not write."""
         console = self._console
@@ -116,7 +129,7 @@ class Metrics:
         """
         for sink in self._sinks:
             sink.close()
-        self._sinks = []
+        self._sinks, self._files = [], []
         if self._wandb is not None:
             self._wandb.close(failed=failed)
             self._wandb = None
@@ -145,8 +158,11 @@ class _Events:
         self._file = AppendedFile(folder / name)
         self._records = RecordWriter(self._file)
         self._record(file_version="brain.Event:2")
-        # Makes TensorBoard drop the events of earlier files from this step on.
-        self._record(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self.rewind(resumed_step)
+
+    def rewind(self, step: int) -> None:
+        # TensorBoard drops earlier events from the step of a start on.
+        self._record(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]

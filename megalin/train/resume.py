@@ -20,6 +20,7 @@ from megalin.train.engine import Engine
 from megalin.train.environment import versions
 from megalin.train.initial_weights import named_checkpoint
 from megalin.train.open_run import check_same_model
+from megalin.train.rollback import skipped_before
 from megalin.train.shard_check import check_records
 from megalin.train.train_state import TrainState, read_state
 
@@ -138,6 +139,7 @@ def _check_shards(
 def _check_sample_order(checkpoint: Checkpoint, config: RunConfig, data: Training) -> None:
     state = read_state(checkpoint).order
     assert state is not None, checkpoint.path
+    data = data._replace(skipped=skipped_before(checkpoint))
     saved, given = dict(state), sample_order(config, data, checkpoint.step)
     digests = saved.pop(SHARD_DIGESTS, None), given.pop(SHARD_DIGESTS, None)
     # The checkpoint's names too: a label mask that vanished is none of this run's.

@@ -24,7 +24,7 @@ _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
-        *("metrics.prom", "ranks.log", "ranks.log.1", "heartbeats", "stacks", DEFAULT_CACHE),
+        *("rollbacks.json", "metrics.prom", "ranks.log", "ranks.log.1", "heartbeats", "stacks", DEFAULT_CACHE),
     }
 )
 """Names of the files and folders of a run."""
@@ -76,6 +76,11 @@ class RunFolder:
     def shard_digests(self) -> Path:
         """Digests of the shards that have none in a manifest, as the run first read them."""
         return self.path / "shard_digests.json"
+
+    @property
+    def rollbacks(self) -> Path:
+        """The run's rollbacks, and the batches that it leaves out for them."""
+        return self.path / "rollbacks.json"
 
     @property
     def tensorboard(self) -> Path:

@@ -94,7 +94,13 @@ class RunLog:
             )
         for line in task_lines(tasks):
             self.print_line(f"step {finished.step}  {line}")
-        self._ledger.write(finished.step, finished.launched.digest, skipped=finished.result.skipped)
+        launched, skipped = finished.launched, finished.result.skipped
+        self._ledger.write(finished.step, launched.digest, skipped=skipped, batch=launched.batch)
+
+    def rewind(self, step: int) -> None:
+        """Removes the lines of later steps, which are undone; a collective. Raises StorageError on every rank."""
+        self._metrics.rewind(step)
+        self._ledger.rewind(step)
 
     @contextmanager
     def timed(self, name: str, due: bool = True) -> Iterator[None]:

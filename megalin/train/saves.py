@@ -25,13 +25,12 @@ class RunSaves:
     def __init__(
         self,
         config: RunConfig,
-        data: Training,
         run: RunFolder,
         engine: Engine,
         heartbeat: Heartbeat,
         saver: BackgroundSaver | None,
     ) -> None:
-        self._config, self._data, self._run, self._engine = config, data, run, engine
+        self._config, self._run, self._engine = config, run, engine
         self._heartbeat, self._saver = heartbeat, saver
         self._verified = VerifiedCheckpoints()
 
@@ -41,10 +40,11 @@ class RunSaves:
         if self._saver is not None:
             self._saver.reserve(self._run.checkpoints, self._engine.tensors())
 
-    def save(self, step: int, log: RunLog, *, wait: bool) -> None:
+    def save(self, step: int, data: Training, log: RunLog, *, wait: bool) -> None:
         """Saves the state after `step`, while no later step is launched; a collective.
 
         Args:
+            data: the data that the steps have read.
             wait: the checkpoint is published before this returns, in a background run too.
 
         Raises:
@@ -58,7 +58,7 @@ class RunSaves:
                 self._run.checkpoints,
                 step=step,
                 tensors=tensors,
-                state=checkpoint_state(self._config, self._data, step),
+                state=checkpoint_state(self._config, data, step),
                 keep_latest=self._config.checkpoint.keep_latest,
                 keep_steps=self._config.checkpoint.keep_steps,
                 verified=self._verified,

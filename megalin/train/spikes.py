@@ -110,12 +110,16 @@ class SpikeGuard:
         return {f"{SPIKES_PREFIX}history": self._history, f"{SPIKES_PREFIX}count": self._count}
 
     def saved_in(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """The tensors to load from a checkpoint; none if it has no such state: then the first 100 steps are exempt. One
-        broadcast."""
+        """The tensors to load from a checkpoint; none if it has no such state: then the guard starts new, and the next
+        100 steps are exempt. One broadcast."""
         tensors = self.tensors()
-        return tensors if on_rank_zero(lambda: tensors.keys() <= checkpoint.index().tensors.keys()) else {}
+        if on_rank_zero(lambda: tensors.keys() <= checkpoint.index().tensors.keys()):
+            return tensors
+        self._history.zero_()
+        self._count.zero_()
+        return {}
 
 
 def make_spike_guard(train: TrainConfig, mesh: Mesh) -> SpikeGuard:
     """The guard of a run."""
-    return SpikeGuard(mesh, skips=train.on_spike == "skip")
+    return SpikeGuard(mesh, skips=train.on_spike != "warn")

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 import megalin
-from megalin.config import Config, dumps
+from megalin.config import dumps
 from megalin.errors import ConfigError, KernelError
 from megalin.ops.dispatch.backend import self_tests
 from megalin.parallel.agreement import gather_over_ranks, on_every_rank, world_size
+from megalin.train.config import RunConfig
 from megalin.train.environment import versions
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
@@ -54,7 +55,7 @@ def check_same_start() -> None:
     )
 
 
-def check_same_config(config: Config) -> None:
+def check_same_config(config: RunConfig) -> None:
     """Compares the run config over the ranks. One message.
 
     Raises:

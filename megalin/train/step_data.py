@@ -63,10 +63,10 @@ class StepData(NamedTuple):
     """Whether the threads of all ranks have ended with the save in flight; the same on every rank."""
 
 
-def describe_samples(config: RunConfig, data: Training, mesh: Mesh, step: int) -> str:
-    """Sample ids of `step`, counted from 1, by data-parallel rank: at most 16 of a rank and 8 ranks."""
+def describe_samples(config: RunConfig, data: Training, mesh: Mesh, batch: int) -> str:
+    """Sample ids of a batch, counted from 1, by data-parallel rank: at most 16 of a rank and 8 ranks."""
     train, size = config.train, mesh.samples.size
-    positions = np.arange((step - 1) * train.global_batch_size, step * train.global_batch_size)
+    positions = np.arange((batch - 1) * train.global_batch_size, batch * train.global_batch_size)
     # [micro-batches, ranks, samples of a micro-batch], as `Loader` assigns them
     ids = data.order.samples(positions).reshape(-1, size, train.micro_batch_size)
     parts = []
@@ -127,8 +127,9 @@ class StepReader:
         self._loader, self._mesh, self._preemption = loader, mesh, preemption
         self._save_has_ended = save_has_ended
 
-    def read(self, step: int, *, own_seconds: float = 0.0) -> StepData:
-        """Reads the samples of `step`, counted from 1. A collective on the host, which does not wait for the device.
+    def read(self, batch: int, *, own_seconds: float = 0.0) -> StepData:
+        """Reads a batch of the sample order, counted from 1. A collective on the host, which does not wait for the
+        device.
 
         `own_seconds` is this rank's own time in an earlier step, the same one on every rank; all ranks receive it.
 
@@ -144,7 +145,7 @@ class StepReader:
         started = time.perf_counter()
         try:
             with mesh.launches.reading():
-                own = self._loader.step(step - 1)
+                own = self._loader.step(batch - 1)
         except MegalinError as raised:
             error = raised
         waited = time.perf_counter() - started

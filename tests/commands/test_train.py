@@ -312,7 +312,7 @@ def test_tokenizer_with_more_ids_than_the_model_is_refused(fails, config, tmp_pa
 def test_checkpoint_of_another_model_is_refused_before_the_engine_is_built(
     fails, run, config, override, message, monkeypatch
 ):
-    monkeypatch.setattr("megalin.train.loop._make_engine", pytest.fail)
+    monkeypatch.setattr("megalin.train.loop.make_engine", pytest.fail)
     error = fails(CHECKPOINT, "train", config, "train.steps=14", override, "--folder", run)
     assert "step-00000012 is of another model; restore these values or start in a new run folder" in error
     assert message in error

@@ -143,7 +143,7 @@ def test_thread_that_is_stuck_is_named_with_its_file_and_samples(dataset, monkey
     monkeypatch.setattr(indexed_dataset, "read_range", stuck)
     started = time.monotonic()
     with pytest.raises(
-        RankStalledError, match=r"step 8 within 0.2 s .*: data worker 0 reads \S+\.bin for samples \d+, \d+"
+        RankStalledError, match=r"batch 8 was not read within 0.2 s .* worker 0 reads \S+\.bin for samples \d+, \d+"
     ):
         loader.step(7)
     loader.close()  # does not wait for the thread

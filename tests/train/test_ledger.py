@@ -1,6 +1,7 @@
 """The ledger of a run: written step by step, truncated on resume, compared, and a full disk."""
 
 import errno
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -89,6 +90,23 @@ def test_lines_that_a_full_disk_did_not_take_follow_when_it_does(tmp_path, monke
     ledger.sync()
     assert len(synced) == 1
     ledger.close()
+
+
+def test_a_rollback_removes_the_lines_of_later_steps_also_those_that_a_full_disk_did_not_take(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger = Ledger(tmp_path / "ledger.jsonl", resumed_step=0)
+    ledger.write(1, torch.tensor([1, 1]))
+    ledger.write(2, torch.tensor([2, 2]))
+    with monkeypatch.context() as patch:
+        patch.setattr("megalin.train.jsonl.os.write", full)
+        ledger.write(3, torch.tensor([3, 3]))
+    ledger.rewind(1)
+    ledger.write(2, torch.tensor([9, 9]), batch=4)
+    ledger.close()
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "digest": f"{1:016x}" * 2}, {"step": 2, "digest": f"{9:016x}" * 2, "batch": 4}]
 
 
 @pytest.mark.parametrize(

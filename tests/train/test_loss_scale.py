@@ -65,6 +65,17 @@ def test_scale_follows_its_rule():
             assert scale.scale.item() == expected
 
 
+def test_a_scale_that_a_checkpoint_lacks_starts_new(caplog):
+    scale: Any = one_rank_scale(POLICY)
+    new = {name: tensor.clone() for name, tensor in scale.tensors().items()}
+    for overflow in (True, False):
+        scale.update(torch.tensor(overflow))
+    checkpoint = SimpleNamespace(path="step-00000006", index=lambda: SimpleNamespace(tensors={}))
+    assert scale.saved_in(checkpoint) == {}
+    assert scale.tensors() == new
+    assert "step-00000006 has no loss scale, since its run was not in float16; it starts at 1024" in caplog.text
+
+
 def test_an_overflow_is_no_reason_to_stop_unless_the_scale_is_at_its_minimum():
     finite, overflowing, broken = (True, 1.0), (True, math.inf), (False, math.nan)
     for minimum, stops in ((1.0, False), (8.0, True)):

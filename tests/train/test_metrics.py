@@ -76,6 +76,17 @@ def test_no_step_appears_twice_after_a_resume(tmp_path):
     assert _scalars(tmp_path, "loss") == [(1, 9.0), (2, 4.5), (3, 3.0), (4, 2.25), (5, 0.5), (6, 0.5)]
 
 
+def test_steps_that_a_rollback_undid_are_replaced(tmp_path):
+    with _metrics(tmp_path) as metrics:
+        for step in range(1, 7):
+            metrics.write(step, _values(step))
+        metrics.rewind(4)
+        assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4]
+        metrics.write(5, {"loss": 0.5})
+    assert [line["loss"] for line in _lines(tmp_path)][3:] == [2.25, 0.5]
+    assert _scalars(tmp_path, "loss") == [(1, 9.0), (2, 4.5), (3, 3.0), (4, 2.25), (5, 0.5)]
+
+
 def test_a_run_from_the_start_keeps_nothing_of_an_earlier_one(tmp_path):
     for loss in (1.0, 2.0):
         with _metrics(tmp_path) as metrics:

@@ -75,6 +75,18 @@ def test_a_spike_is_far_above_the_median_of_the_last_steps():
     assert found > 20
 
 
+def test_a_guard_that_a_checkpoint_lacks_starts_new():
+    guard: Any = one_rank_guard()
+    for _ in range(WARM_UP + 1):
+        judged(guard, 2.0, 1.0)
+    assert guard.saved_in(SimpleNamespace(index=lambda: SimpleNamespace(tensors=guard.tensors()))) == guard.tensors()
+    assert judged(guard, 9.0, 1.0).found
+    assert guard.saved_in(SimpleNamespace(index=lambda: SimpleNamespace(tensors={}))) == {}
+    assert not judged(guard, 9.0, 1.0).found
+    assert guard.tensors()["optim.spikes.count"] == 1
+    assert guard.tensors()["optim.spikes.history"].count_nonzero() == 2
+
+
 def test_a_loss_that_stays_high_is_no_spike_after_half_the_window():
     guard = one_rank_guard()
     for _ in range(WINDOW):

@@ -141,15 +141,18 @@ def flip_bit(step: int, suffix: str) -> None:
     FullyShardedEngine.step = changed  # type: ignore[method-assign]
 
 
-def corrupt_batch(step: int) -> None:
-    """The tokens and labels of `step` are other ones on every rank."""
+def corrupt_batch(corrupt: int, killed_at: int = 0) -> None:
+    """The tokens and labels of a batch of the sample order are other ones on every rank. The process is killed when it
+    reads the batch `killed_at`."""
     from megalin.train.step_data import StepReader
 
     read = StepReader.read
 
     def changed(reader: Any, number: int, **options: Any) -> Any:
+        if number == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         data = read(reader, number, **options)
-        if number != step:
+        if number != corrupt:
             return data
         shifted = [
             batch._replace(tokens=(batch.tokens + 97) % 256, labels=(batch.labels + 193) % 256)
@@ -257,7 +260,7 @@ def refuse_engines() -> None:
     def built(*_: Any) -> None:
         raise RuntimeError("the engine was built")
 
-    loop._make_engine = built  # type: ignore[assignment]
+    loop.make_engine = built  # type: ignore[assignment]
 
 
 def fail_on_rank(rank: int, step: int, kind: str) -> None:

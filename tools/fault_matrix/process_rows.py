@@ -153,6 +153,28 @@ def _spike(lab: Lab) -> None:
     lab.check("the ledger has the skipped step", skipped == [spike], f"{skipped}")
     after = [[line["loss"] for line in metrics(lab.folder / name)[spike:]] for name in ("warned", "run")]
     lab.check("the loss after it is lower with skip", sum(after[1]) < sum(after[0]), f"{after}")
+    _roll_back(lab, config, spike, steps)
+
+
+def _roll_back(lab: Lab, config: Path, spike: int, steps: int) -> None:
+    """Two ranks roll back and are killed inside of the window; one process goes on."""
+    saved, folder = spike - 10, lab.folder / "rolled"
+    rollback = ("train.on_spike=rollback", f"checkpoint.every_steps={saved}")
+    killed = partial(changes.corrupt_batch, spike, killed_at=spike + 5)
+    outcomes = lab.train_on_ranks(config, *rollback, folder="rolled", change_of=dict.fromkeys(range(2), killed))
+    codes = [outcome.code for outcome in outcomes]
+    lab.check("killed after the rollback", codes == [-signal.SIGKILL] * 2, f"exit {codes}: {outcomes[0].last_line}")
+    said = f"rolled back from step {spike} to the checkpoint of step {saved}: batches {saved + 1} to {spike} of"
+    lab.check("a warning with the batches", said in outcomes[0].text, outcomes[0].last_line)
+    lab.expect_success(lab.train(config, *rollback, folder="rolled"), "one process goes on")
+    read = [record.get("batch", record["step"]) for record in read_records(folder / "ledger.jsonl")]
+    without = [*range(1, saved + 1), *range(spike + 1, steps + spike - saved + 1)]
+    lab.check("the ledger has every other batch once", read == without, f"{read[saved - 1 :]}")
+    stopped = lab.train(config, *rollback, "train.max_rollbacks=0", folder="limited", change=killed)
+    lab.expect_refusal(
+        stopped, 8, rf"step {spike}: a spike after 0 rollbacks .* train.max_rollbacks = 0 allows no more"
+    )
+    lab.check("the checkpoint stays", [*(lab.folder / "limited" / "checkpoints").glob("step-*")] != [], "no checkpoint")
 
 
 @fault("F20", "fp16 scale at its lower limit")
