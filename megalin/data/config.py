@@ -41,7 +41,8 @@ class PhaseConfig(Config):
     """Sampling weights from a step on; each source continues at its own position."""
 
     from_step: int = pydantic.Field(ge=1)
-    """Finished steps after which these weights apply; rising from phase to phase."""
+    """Finished steps after which these weights apply, with the batches that rollbacks left out; rising from phase to
+    phase."""
     weights: dict[str, SamplingWeight]
     """Weight of each source by its name, in any unit; a source that is left out is not sampled."""
 

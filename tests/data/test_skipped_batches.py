@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from megalin.data.skipped_batches import SkippedBatches
+from megalin.data.sources import Training
 
 
 def test_a_step_reads_the_next_batch_outside_of_all_windows():
@@ -22,6 +24,17 @@ def test_a_step_reads_the_next_batch_outside_of_all_windows():
             passed = {batch for batch in left_out if batch < skipped.batch(step)}
             assert {b for first, last in skipped.before(step).windows for b in range(first, last + 1)} == passed
         assert SkippedBatches.from_json(skipped.to_json()) == skipped
+
+
+def test_the_identity_of_the_order_has_the_windows_and_phases_that_the_steps_have_passed():
+    dataset: Any = None
+    phases = [(0, {"a": 1.0}), (8, {"b": 1.0})]
+    data = Training(dataset, dataset, [], phases, total_steps=None, skipped=SkippedBatches(((7, 8), (12, 12))))
+    before, after = data.identity(6), data.identity(7)
+    assert before["shares of the sources"] == [[0, {"a": 1.0}]]
+    assert "skipped batches" not in before
+    assert after["shares of the sources"] == [[0, {"a": 1.0}], [8, {"b": 1.0}]]  # step 7 reads batch 9
+    assert after["skipped batches"] == [[7, 8]]
 
 
 @pytest.mark.parametrize(
