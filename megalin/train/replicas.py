@@ -112,7 +112,7 @@ class PendingComparison:
         self, step: int, copies: Sequence[_Copies], sums: Mapping[str, Tensor], differ: Sequence[Tensor], found: Tensor
     ) -> None:
         self._step, self._copies, self._sums, self._differ = step, copies, sums, differ
-        self._found, self._on_gpu = AsyncScalars(found), found.is_cuda
+        self._found = AsyncScalars(found)
 
     def wait(self) -> None:
         """Waits for the result. A collective if copies differ.
@@ -122,8 +122,6 @@ class PendingComparison:
         """
         if self._found.read():
             seen = on_every_rank(self._seen)
-            if self._on_gpu:  # every rank has launched the next step: NCCL must not end in the middle of it
-                torch.cuda.synchronize()
             raise ReplicaError(_describe(self._step, seen))
 
     def _seen(self) -> _Seen:
