@@ -23,6 +23,8 @@ class GradientNorms(NamedTuple):
     """[], of all global gradients; equal on every rank."""
     local_norms: Tensor
     """[P], of this rank's shard of each gradient, in the order of the parameters that have one."""
+    scale: Tensor | None = None
+    """[], the factor that the update must apply to the gradients; None: none, they were scaled in place."""
 
 
 @torch.no_grad()
@@ -33,6 +35,7 @@ def clip_gradients(
     counted_elsewhere: Collection[nn.Parameter] = (),
     stages: Axis | None = None,
     loss_scale: Tensor | None = None,
+    in_place: bool = True,
 ) -> GradientNorms:
     """Scales the gradients in place by min(1, max_norm / (norm + 1e-6)); returns the norms before that.
 
@@ -46,6 +49,7 @@ def clip_gradients(
         counted_elsewhere: parameters that another pipeline stage holds too and counts.
         stages: the pipeline axis, over whose ranks the model's parameters are distributed.
         loss_scale: [], the factor of the gradients in float16: both norms and gradients are divided by it.
+        in_place: False leaves the gradients as they are and returns the factor, for an update that applies it.
     """
     copies = {id(parameter) for parameter in counted_elsewhere}
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -60,12 +64,14 @@ def clip_gradients(
         local_norms = local_norms / loss_scale
     square = _sum_of_squares(gradients, local_norms, [id(parameter) not in copies for parameter in with_gradient])
     norm = (square if stages is None else all_reduce(square, stages)).sqrt()
+    scale = None if loss_scale is None else loss_scale.reciprocal()
     if max_norm is not None:
         # A NaN norm would make every gradient NaN and hide the parameter at fault: it scales nothing.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
-        torch._foreach_mul_(local_gradients, scale if loss_scale is None else scale / loss_scale)
-    elif loss_scale is not None:
-        torch._foreach_mul_(local_gradients, loss_scale.reciprocal())
+        scale = scale if loss_scale is None else scale / loss_scale
+    if scale is None or not in_place:
+        return GradientNorms(norm, local_norms, scale)
+    torch._foreach_mul_(local_gradients, scale)
     return GradientNorms(norm, local_norms)
 
 

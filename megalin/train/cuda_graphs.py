@@ -14,6 +14,7 @@ from megalin.model.build import Model
 from megalin.parallel.data_parallel import ordered_cuda_streams
 from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.weight_copies import refresh_weight_copies
 from megalin.train.step import accumulate_gradients
 
 WARM_UP_STEPS = 3
@@ -57,6 +58,7 @@ class GradientGraph:
         if self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
             return self._run(batches)
+        refresh_weight_copies(self._model)  # neither captured nor checked by the graph
         if self._graph is None:
             self._graph = self._record(batches)
         shapes = [_shapes(batch) for batch in batches]

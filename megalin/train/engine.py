@@ -17,6 +17,7 @@ from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.parallel.compute_waits import ComputeWaits
 from megalin.parallel.data_parallel import measure_waits
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.weight_copies import expire_weight_copies
 from megalin.train.build import TrainedModel, build_model
 from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
@@ -181,11 +182,13 @@ class FullyShardedEngine:
         scale = {} if self._loss_scale is None else self._loss_scale.saved_in(checkpoint)
         state = tensors | scale | self._spikes.saved_in(checkpoint) | saved.tensors
         load(checkpoint, state, ignore=(*saved.ignored, LOSS_SCALE_PREFIX, SPIKES_PREFIX))
+        expire_weight_copies(self.model)
         self.model.after_optimizer_step()
         self._hooks.start(saved.missing)
 
     def set_weights(self, fill: FillWeights) -> None:
         fill(weights(self.model))
+        expire_weight_copies(self.model)
         self.model.after_optimizer_step()
         self._hooks.restart()
 
