@@ -49,8 +49,9 @@ class _KernelAdamW(_LocalAdamW):
         """Updates the weights that have a gradient, unless `found_inf` is not 0."""
         assert closure is None
         for group, tables in zip(self.param_groups, self._tables, strict=True):
-            weights, gradients, means, squares, steps = lists = [], [], [], [], []  # type: ignore[var-annotated]
-            self._init_group(group, weights, gradients, means, squares, [], steps)
+            lists: list[list[Any]] = [[] for _ in range(5)]
+            self._init_group(group, *lists[:4], [], lists[4])
+            weights, gradients, means, squares, steps = lists
             if not weights:
                 continue
             copies = [self._copies.get(p) for p in group["params"] if p.grad is not None]
@@ -58,7 +59,14 @@ class _KernelAdamW(_LocalAdamW):
             skip = zero if self.found_inf is None else self.found_inf
             torch._foreach_add_(steps, 1 - skip)
             adamw_update(
-                UpdateTensors(*lists, [None if copy is None else copy.shard for copy in copies]),
+                UpdateTensors(
+                    weights,
+                    [gradient.contiguous() for gradient in gradients],
+                    means,
+                    squares,
+                    steps,
+                    [None if copy is None else copy.shard for copy in copies],
+                ),
                 scale=zero + 1 if self.gradient_scale is None else self.gradient_scale,
                 skip=skip,
                 options=AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),

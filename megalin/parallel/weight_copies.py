@@ -28,6 +28,7 @@ class WeightCopy:
     Attributes:
         parameter: the weight.
         shard: the copy, in the shape of this rank's shard.
+        keeps_gradient: FSDP leaves the gradient in the copy's dtype.
     """
 
     def __init__(self, weight: Any) -> None:
@@ -38,6 +39,7 @@ class WeightCopy:
         size, dim = weight.padded_sharded_param_size, weight.fsdp_placement.dim
         self._padded = torch.zeros(size, dtype=weight.mp_policy.param_dtype, device=self._weight.device)
         self.shard = self._padded.narrow(dim, 0, self._weight.shape[dim]) if self._weight.numel() else self._padded[:0]
+        self.keeps_gradient = weight.mp_policy.reduce_dtype == weight.mp_policy.param_dtype
         self._is_whole = weight.shard_mesh.size() == 1
         self._made_from: tuple[int, int] | None = None
         self._weight.fsdp_pre_all_gather = self._before_all_gather
@@ -91,13 +93,17 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 def add_weight_copies(model: nn.Module) -> dict[nn.Parameter, WeightCopy]:
     """Adds a copy to each fp32 weight that a sharded model computes with in a lower precision; before its first
-    forward. Returns the copies by their weights."""
+    forward. Returns the copies by their weights. Where gradients are in that precision when the backward ends
+    (`shard_model` without accumulation), the weights' `grad` keeps it."""
     copies = [
         WeightCopy(weight)
         for weight in _sharded_weights(model)
         if weight.sharded_param.dtype == torch.float32
         and weight.mp_policy.param_dtype in (torch.bfloat16, torch.float16)
     ]
+    for copy in copies:
+        if copy.keeps_gradient:
+            copy.parameter.grad_dtype = copy.shard.dtype
     setattr(model, _COPIES, copies)
     return {copy.parameter: copy for copy in copies}
 

@@ -118,6 +118,7 @@ class FullyShardedEngine:
             overlap=train.cuda_graphs,
             max_label_fraction=train.max_label_fraction,
             float8=float8,
+            accumulates=train.global_batch_size > train.micro_batch_size * mesh.samples.size,
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)

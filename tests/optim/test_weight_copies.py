@@ -25,11 +25,13 @@ from megalin.parallel.tensor_parallel import assign, full_tensor, local
 from megalin.parallel.weight_copies import WeightCopy, refresh_weight_copies, weight_copy_bytes
 from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
+from megalin.train.step import accumulate_gradients
 from tests.model_runs import CPU, write_config
 from tests.ranks import run_ranks
 
 KERNEL = "adamw_update=triton"
 LENGTH, SIZE, STEPS = 36, 4, 3
+ONE_MICRO_BATCH = "train.global_batch_size=2"
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,11 @@ def make_batch(mesh: Mesh | None = None) -> Batch:
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), documents, torch.arange(SIZE))
 
 
-def steps(engine: FullyShardedEngine, count: int = STEPS, *, mesh: Mesh | None = None) -> list[tuple[float, float]]:
-    """Loss and norm of each step, of two micro-batches."""
-    batches = [make_batch(mesh)] * 2
+def steps(
+    engine: FullyShardedEngine, count: int = STEPS, *, mesh: Mesh | None = None, micro_batches: int = 2
+) -> list[tuple[float, float]]:
+    """Loss and norm of each step."""
+    batches = [make_batch(mesh)] * micro_batches
     results = [engine.step(batches, learning_rate=1e-2, step=i + 1).wait() for i in range(count)]
     return [(result.loss, result.grad_norm) for result in results]
 
@@ -88,7 +92,7 @@ def run(config: Path, overrides: tuple[str, ...], *, copies: bool) -> Run:
     os.environ[backend.VARIABLE] = KERNEL
     with patch.object(adamw, "add_weight_copies", adamw.add_weight_copies if copies else lambda _: {}):
         engine = make_engine(config, *overrides)
-    losses = steps(engine, mesh=engine._mesh)
+    losses = steps(engine, mesh=engine._mesh, micro_batches=1 if ONE_MICRO_BATCH in overrides else 2)
     assert backend.used()["adamw_update"].backend == "triton"
     return Run(losses, full_weights(engine), weight_copy_bytes(engine.model))
 
@@ -108,6 +112,24 @@ def test_copies_give_the_bits_of_casts(config, dtype):
     ((found, expected),) = both_runs(config, ((f"train.dtype={dtype}",),))
     assert_same_bits(found, expected)
     assert len(set(found.losses)) == STEPS
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_one_micro_batch_stays_in_the_compute_dtype(config, dtype):
+    """With the bits of a gradient that is cast to fp32."""
+    ((found, expected),) = both_runs(config, ((f"train.dtype={dtype}", ONE_MICRO_BATCH),))
+    assert_same_bits(found, expected)
+    engine = make_engine(config, f"train.dtype={dtype}", ONE_MICRO_BATCH)
+    accumulate_gradients(engine.model, [make_batch()], engine._mesh)
+    precise = {id(p) for module in engine.model.full_precision_modules() for p in module.parameters()}
+    for parameter in engine.model.parameters():
+        assert parameter.grad.dtype == (torch.float32 if id(parameter) in precise else getattr(torch, dtype))
+
+
+def test_steps_of_more_micro_batches_than_the_config_s_are_our_bug(config):
+    engine = make_engine(config, ONE_MICRO_BATCH)
+    with pytest.raises(AssertionError, match="the model was built for steps of one micro-batch"):
+        steps(engine, 1)
 
 
 @pytest.mark.slow
