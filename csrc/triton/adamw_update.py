@@ -1,13 +1,12 @@
 """AdamW for many weights in one launch: reads gradient, weight and moments once, writes weight, moments and a copy.
 
 A program updates CHUNK elements of one weight; a table holds the addresses, another the programs' weights and chunks.
-As in torch's fused AdamW, hyperparameters and sums are in fp64, states, square root and quotient in fp32.
+In fp32, with the operations of torch's fused AdamW in their order: fused multiply-adds are explicit.
 Bytes: 12 + 12 an element, the gradient's 2 or 4, and the copy's 2.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 import triton
@@ -21,6 +20,12 @@ CHUNK, BLOCK = 16384, 1024
 @triton.jit
 def _address(table_ptr, row, num_weights, weight):
     return tl.load(table_ptr + row * num_weights + weight)
+
+
+@triton.jit
+def _power(base, exponent):
+    """base^exponent, rounded to fp32."""
+    return tl.exp(exponent * tl.log(tl.cast(base, tl.float64))).to(tl.float32)
 
 
 @triton.jit
@@ -42,14 +47,13 @@ def _update_block(
         weight = tl.load(weights, mask=mask, other=0.0)
         mean = tl.load(means, mask=mask, other=0.0)
         square = tl.load(squares, mask=mask, other=0.0)
-    # Rounded to fp32, as a pass that writes the scaled gradient would.
-    gradient = (gradient.to(tl.float32) * scale).to(tl.float64)
-    weight = weight.to(tl.float64)
-    weight = (weight - decay * weight).to(tl.float32)
-    mean = (beta1 * mean.to(tl.float64) + (1.0 - beta1) * gradient).to(tl.float32)
-    square = (beta2 * square.to(tl.float64) + (1.0 - beta2) * gradient * gradient).to(tl.float32)
-    root = tl.div_rn(tl.sqrt_rn(square), correction)
-    weight = weight - tl.div_rn(step_size * mean, (root.to(tl.float64) + eps).to(tl.float32))
+    # Rounded, as by a pass that writes the scaled gradient.
+    gradient = gradient.to(tl.float32) * scale
+    squared = gradient * gradient
+    weight = tl.fma(weight, -decay, weight)
+    mean = tl.fma(mean, beta1, tl.fma(gradient, -beta1, gradient))
+    square = tl.fma(square, beta2, tl.fma(squared, -beta2, squared))
+    weight = weight - tl.div_rn(step_size * mean, tl.div_rn(tl.sqrt_rn(square), correction) + eps)
     tl.store(weights, weight, mask=mask)
     tl.store(means, mean, mask=mask)
     tl.store(squares, square, mask=mask)
@@ -59,11 +63,10 @@ def _update_block(
 
 @triton.jit(do_not_specialize=["num_weights", "states_ptr", "gradients_ptr", "copies_ptr"])
 def update_kernel(
-    table_ptr, chunks_ptr, num_weights, constants_ptr, rate_high, rate_low, scale_ptr, skip_ptr,
-    states_ptr, gradients_ptr, copies_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr, chunks_ptr, num_weights, rate, beta1, beta2, eps, decay, scale_ptr, skip_ptr, states_ptr,
+    gradients_ptr, copies_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`states_ptr`, `gradients_ptr` and `copies_ptr` give the dtypes alone. The learning rate is the sum of its parts:
-    a scalar argument is in fp32."""
+    """`states_ptr`, `gradients_ptr` and `copies_ptr` give the dtypes alone."""
     if tl.load(skip_ptr) == 0.0:
         program = tl.program_id(0)
         index, chunk = tl.load(chunks_ptr + 2 * program), tl.load(chunks_ptr + 2 * program + 1)
@@ -74,12 +77,9 @@ def update_kernel(
         copy = _address(table_ptr, 4, num_weights, index)
         gradient = _address(table_ptr, 5, num_weights, index)
         size = _address(table_ptr, 6, num_weights, index)
-        beta1, beta2 = tl.load(constants_ptr), tl.load(constants_ptr + 1)
-        eps, decay = tl.load(constants_ptr + 2), tl.load(constants_ptr + 3)
-        rate = tl.cast(rate_high, tl.float64) + tl.cast(rate_low, tl.float64)
         step = tl.load(count.to(states_ptr.dtype)).to(tl.float64)
-        step_size = (rate / (1.0 - tl.exp(step * tl.log(beta1)))).to(tl.float32)
-        correction = tl.sqrt(1.0 - tl.exp(step * tl.log(beta2))).to(tl.float32)
+        step_size = tl.div_rn(tl.cast(rate, tl.float32), 1.0 - _power(beta1, step))
+        correction = tl.sqrt_rn(1.0 - _power(beta2, step))
         scale = tl.load(scale_ptr)
         aligned = ((weight | mean | square | copy | gradient) & 15) == 0
         start = chunk.to(tl.int64) * CHUNK
@@ -101,13 +101,13 @@ def update_kernel(
 
 
 def update(
-    table: Tensor, chunks: Tensor, constants: Tensor, learning_rate: float, scale: Tensor, skip: Tensor,
+    table: Tensor, chunks: Tensor, options: tuple[float, float, float, float, float], scale: Tensor, skip: Tensor,
     states: Tensor, gradients: Tensor, copies: Tensor,
 ) -> None:  # fmt: skip
-    """table [ROWS, weights] int64, chunks [programs, 2] int32, constants [4] fp64 (beta1, beta2, eps, weight decay),
-    scale and skip [] fp32; `states`, `gradients` and `copies` are tensors of the dtypes that the addresses point to."""
-    high = float(np.float32(learning_rate))
+    """table [ROWS, weights] int64, chunks [programs, 2] int32, options (learning rate, beta1, beta2, eps, weight
+    decay), scale and skip [] fp32; `states`, `gradients` and `copies` are tensors of the dtypes that the addresses
+    point to."""
     update_kernel[(len(chunks),)](
-        table, chunks, table.shape[1], constants, high, learning_rate - high, scale, skip, states, gradients, copies,
+        table, chunks, table.shape[1], *options, scale, skip, states, gradients, copies,
         CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8
     )  # fmt: skip

@@ -49,8 +49,7 @@ class AdamWOptions(NamedTuple):
 
 
 class UpdateTables:
-    """Tables of the kernel's launches on the device, which are copied there again only where an address or a
-    hyperparameter other than the learning rate has changed."""
+    """Tables of the kernel's launches on the device, which are copied there again only where an address has changed."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[object, ...], tuple[object, Tensor]] = {}
@@ -92,7 +91,7 @@ def adamw_update(
 ) -> None:
     """Updates weights, moments and copies in place by the kernel, with one launch for each dtype of gradients.
 
-    Sums are in fp64 and states in fp32, rounded as in torch's fused AdamW.
+    In fp32, with the operations of torch's fused AdamW on CUDA in their order.
 
     Args:
         tensors: fp32 weights and moments; gradients and copies in fp32, bf16 or fp16.
@@ -118,13 +117,11 @@ def _launch(tensors: UpdateTensors, scale: Tensor, skip: Tensor, options: AdamWO
     addresses = [[x.data_ptr() for x in each] for each in (weights, means, squares, steps)]
     addresses.append([0 if copy is None else copy.data_ptr() for copy in copies])
     addresses.append([gradient.data_ptr() for gradient in gradients])
-    constants = [options.beta1, options.beta2, options.eps, options.weight_decay]
-    key = (gradients[0].dtype, options.weight_decay)
+    dtype = gradients[0].dtype
     kernels.update(
-        tables.find(("addresses", *key), addresses, lambda: torch.tensor([*addresses, sizes]), device),
-        tables.find(("chunks", *key), sizes, lambda: _chunks(sizes, kernels.CHUNK), device),
-        tables.find(("constants", *key), constants, lambda: torch.tensor(constants, dtype=torch.float64), device),
-        options.lr,
+        tables.find(("addresses", dtype), addresses, lambda: torch.tensor([*addresses, sizes]), device),
+        tables.find(("chunks", dtype), sizes, lambda: _chunks(sizes, kernels.CHUNK), device),
+        options,
         scale,
         skip,
         weights[0],

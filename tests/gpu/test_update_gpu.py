@@ -69,6 +69,7 @@ def test_weights_and_moments_are_torch_s_within_two_last_places_over_100_steps(w
         adamw_update_reference(
             exact, scale=torch.ones((), device=CUDA), skip=torch.zeros((), device=CUDA), options=options
         )
+    far: dict[str, float] = {}
     for i, parameter in enumerate(parameters):
         state = optimizer.state[parameter]
         torch_s = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
@@ -76,7 +77,8 @@ def test_weights_and_moments_are_torch_s_within_two_last_places_over_100_steps(w
         for name, x, expected, truth in zip(("weight", "mean", "square"), found, torch_s, truths, strict=True):
             distance, ours, theirs = last_places(x, expected), last_places(x, truth), last_places(expected, truth)
             print(f"{name} {i}: {distance:.2f} from torch's; from fp64 {ours:.2f}, torch's {theirs:.2f}")
-            assert distance <= 2, (name, i)
+            far |= {f"{name} {i}": distance} if not distance <= 2 else {}
+    assert far == {}
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS)
@@ -87,9 +89,11 @@ def test_the_scale_is_folded_with_the_bits_of_a_separate_pass(dtype):
         update(folded, tables, scale=0.3)
         scaled = torch._foreach_mul([gradient.float() for gradient in folded.gradients], torch.tensor(0.3, device=CUDA))
         update(separate._replace(gradients=list(scaled)), others)
-    for found, expected in zip(folded, separate, strict=True):
-        if found is not folded.gradients:
-            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    for name, found, expected in zip(UpdateTensors._fields, folded, separate, strict=True):
+        for i, (x, y) in enumerate(zip(found, expected, strict=True) if name != "gradients" else ()):
+            assert torch.equal(x, y), (
+                f"{name} {i}: {int((x != y).sum())} differ, by {last_places(x, y):.2f} last places"
+            )
     assert all(torch.equal(copy, x.bfloat16()) for copy, x in zip(folded.copies, folded.weights, strict=True))
 
 
@@ -125,9 +129,13 @@ def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("update"), train={"dtype": "bfloat16"})
 
 
+def this_gpu():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def make_engine(config, *overrides):
     run = load_run_config(config, list(overrides))
-    return FullyShardedEngine(run, Mesh(run.parallel, CUDA))
+    return FullyShardedEngine(run, Mesh(run.parallel, this_gpu()))
 
 
 def make_batch():
@@ -145,10 +153,10 @@ def losses(engine, count, batches=2):
 @pytest.mark.parametrize("batches", [1, 2])
 def test_copies_give_the_bits_of_casts(config, options, batches):
     found = []
-    with process_group(CUDA):
+    with process_group(this_gpu()):
         for copies in (True, False):
             with patch.object(adamw, "add_weight_copies", adamw.add_weight_copies if copies else lambda _: {}):
-                engine = make_engine(config, *options)
+                engine = make_engine(config, f"train.global_batch_size={2 * batches}", *options)
             found.append(losses(engine, 8, batches))
             engine.close()
     assert found[0] == found[1]
@@ -157,7 +165,7 @@ def test_copies_give_the_bits_of_casts(config, options, batches):
 
 @pytest.mark.parametrize("options", [(), ("train.cuda_graphs=true",)], ids=["eager", "graph"])
 def test_no_copy_is_stale_after_a_rollback(config, tmp_path, options):
-    with process_group(CUDA):
+    with process_group(this_gpu()):
         engine = make_engine(config, *options)
         losses(engine, 2)
         path = save(tmp_path, step=2, tensors=engine.tensors(), state={})

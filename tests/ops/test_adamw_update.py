@@ -1,4 +1,4 @@
-"""AdamW's update by the kernel: torch's AdamW in the last places, copies, skipped updates, scaled gradients."""
+"""AdamW's update by the kernel: errors against torch's, copies, skipped updates, scaled gradients."""
 
 import math
 
@@ -67,15 +67,13 @@ def train_on_noise(weight_decay):
     return [x for x in zip(tensors.weights, torch_s, exact.weights, strict=True) if x[0].numel()]
 
 
-def test_weights_are_torch_s_within_two_last_places_over_100_steps():
-    for weight, torch_s, _ in train_on_noise(weight_decay=0.0):
-        assert last_places(weight, torch_s) <= 2
-
-
-def test_weights_with_decay_are_exact_within_eight_last_places_over_100_steps():
-    """Torch's AdamW on the CPU rounds 1 - lr wd to fp32 and drifts by 20."""
-    for weight, _, truth in train_on_noise(weight_decay=0.1):
-        assert last_places(weight, truth) <= 8
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+def test_weights_are_as_exact_as_torch_s_over_100_steps(weight_decay):
+    """Torch's AdamW has the kernel's operations on CUDA (tests/gpu); on the CPU it rounds 1 - lr wd to fp32."""
+    results = train_on_noise(weight_decay)
+    found, torch_s = (max(last_places(each[i], each[2]) for each in results) for i in (0, 1))
+    assert found <= 2 * torch_s
+    assert found <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
