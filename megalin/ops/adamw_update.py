@@ -23,6 +23,8 @@ from megalin.ops.dispatch.self_test import sample
 OP = "adamw_update"
 _BOUND = 1e-6
 """Largest relative error of the self-test: above fp32 rounding, far below another update rule."""
+_BUFFERS = 4
+"""Copies of a table under way at most: the host launches few steps ahead of the device."""
 
 
 class UpdateTensors(NamedTuple):
@@ -49,10 +51,12 @@ class AdamWOptions(NamedTuple):
 
 
 class UpdateTables:
-    """Tables of the kernel's launches on the device, which are copied there again only where an address has changed."""
+    """Tables of the kernel's launches on the device, which are copied there again only where an address has changed,
+    from pinned buffers that are used in turn: neither a copy nor an allocation makes the host wait for the device."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[object, ...], tuple[object, Tensor]] = {}
+        self._buffers: dict[torch.Size, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def find(
         self, key: tuple[object, ...], source: object, build: Callable[[], Tensor], device: torch.device
@@ -61,10 +65,21 @@ class UpdateTables:
         known = self._tables.get(key)
         if known is None or known[0] != source:
             table = build()
-            if device.type == "cuda":  # from pageable memory the host would wait for the device
-                table = table.pin_memory().to(device, non_blocking=True)
-            known = self._tables[key] = source, table
+            known = self._tables[key] = source, self._copy(table, device) if device.type == "cuda" else table
         return known[1]
+
+    def _copy(self, table: Tensor, device: torch.device) -> Tensor:
+        buffers = self._buffers.setdefault(table.shape, [])
+        if len(buffers) < _BUFFERS:
+            pinned, copied = torch.empty_like(table, pin_memory=True), torch.cuda.Event()
+        else:
+            pinned, copied = buffers.pop(0)
+            copied.synchronize()
+        pinned.copy_(table)
+        result = pinned.to(device, non_blocking=True)
+        copied.record()
+        buffers.append((pinned, copied))
+        return result
 
 
 def choose_update(weights: Sequence[Tensor], compute_dtype: torch.dtype, backend: Backend = "auto") -> str:
