@@ -93,7 +93,7 @@ def _with_signature(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         return method(*arguments)
 
-    call.__signature__ = inspect.signature(method)
+    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     return call
 
 
