@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from megalin.ops.adamw_update import AdamWOptions, UpdateTables, UpdateTensors, adamw_update, choose_update
 from megalin.optim.config import OptimizerConfig
 from megalin.parallel.tensor_parallel import local
+from megalin.parallel.weight_copies import WeightCopy, add_weight_copies, compute_dtype
 
 _STOP = "stop_updates"
 """Attribute of an optimizer, [] fp32: 1 after a step that was not sound."""
@@ -27,22 +29,88 @@ class _LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
+class _KernelAdamW(_LocalAdamW):
+    """AdamW by the kernel of `megalin.ops.adamw_update`: it scales the gradients, which stay as they are, and writes
+    the copies of the weights.
+
+    Attributes:
+        gradient_scale: [] fp32, the factor of the gradients in the next update; None: 1.
+    """
+
+    gradient_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: Any, copies: Mapping[nn.Parameter, WeightCopy], **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._copies, self._tables = copies, [UpdateTables() for _ in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates the weights that have a gradient, unless `found_inf` is not 0."""
+        assert closure is None
+        for group, tables in zip(self.param_groups, self._tables, strict=True):
+            lists: list[list[Any]] = [[] for _ in range(5)]
+            self._init_group(group, *lists[:4], [], lists[4])
+            weights, gradients, means, squares, steps = lists
+            if not weights:
+                continue
+            copies = [self._copies.get(p) for p in group["params"] if p.grad is not None]
+            zero, (beta1, beta2) = torch.zeros((), device=weights[0].device), group["betas"]
+            skip = zero if self.found_inf is None else self.found_inf
+            torch._foreach_add_(steps, 1 - skip)
+            adamw_update(
+                UpdateTensors(
+                    weights,
+                    [gradient.contiguous() for gradient in gradients],
+                    means,
+                    squares,
+                    steps,
+                    [None if copy is None else copy.shard for copy in copies],
+                ),
+                scale=zero + 1 if self.gradient_scale is None else self.gradient_scale,
+                skip=skip,
+                options=AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"]),
+                tables=tables,
+            )
+            torch.autograd.graph.increment_version([*weights, *means, *squares])
+            for copy in copies:
+                if copy is not None:
+                    copy.mark_written()
+
+
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, plain: bool = False
 ) -> torch.optim.AdamW:
-    """Builds torch's fused AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA.
+    """Builds AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA: by the kernel
+    of op "adamw_update" where it runs, else torch's fused one. With the kernel each weight gets a copy in the compute
+    dtype (`megalin.parallel.weight_copies`).
 
-    Call it after sharding. State has the dtype and placements of its parameter. Groups carry the parameters' names
-    (`param_names`), for checkpoints.
+    Call it after sharding, before the first forward. State has the dtype and placements of its parameter. Groups carry
+    the parameters' names (`param_names`), for checkpoints.
 
     Args:
         no_decay: global names of parameters without weight decay; names that are not in this model (another pipeline
             stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
         plain: no parameter is a DTensor; the optimizer is torch's own class, which DeepSpeed requires.
+
+    Raises:
+        KernelError: MEGALIN_KERNELS requests the kernel, and it cannot run.
     """
-    kind = torch.optim.AdamW if plain else _LocalAdamW
     groups = parameter_groups(model, config, no_decay)
-    return kind(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+    betas = (config.betas[0], config.betas[1])
+    options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True}
+    if plain:
+        return torch.optim.AdamW(groups, **options)
+    with torch.no_grad():
+        weights = [local(parameter) for group in groups for _, parameter in group["params"]]
+    if choose_update(weights, compute_dtype(model)) == "triton":
+        return _KernelAdamW(groups, add_weight_copies(model), **options)
+    return _LocalAdamW(groups, **options)
+
+
+def folds_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's update scales the gradients (`step_or_skip`)."""
+    return isinstance(optimizer, _KernelAdamW)
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collection[str]) -> list[dict[str, Any]]:
@@ -59,7 +127,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, no_decay: Collec
     ]
 
 
-def step_or_skip(sound: Tensor, optimizer: torch.optim.AdamW, *, skip: Tensor | None = None) -> Tensor:
+def step_or_skip(
+    sound: Tensor, optimizer: torch.optim.AdamW, *, skip: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """Updates the weights; or, if `skip` [] is true, or `sound` [] is false or was false at an earlier call, leaves
     weights, moments and step count unchanged (docs/adr/0019-step-or-skip.md).
 
@@ -68,6 +138,7 @@ def step_or_skip(sound: Tensor, optimizer: torch.optim.AdamW, *, skip: Tensor | 
     Args:
         sound: false: the run must stop, so every later update is skipped too, until `clear_stop`.
         skip: true: this update alone is skipped, and the run goes on.
+        scale: [], the factor of the gradients, for an optimizer that `folds_scale`; None: 1.
 
     Returns:
         [] bool on the device: whether the weights were updated.
@@ -78,6 +149,10 @@ def step_or_skip(sound: Tensor, optimizer: torch.optim.AdamW, *, skip: Tensor | 
     found_inf = stop if skip is None else torch.maximum(stop, skip.to(torch.float32))
     setattr(optimizer, _STOP, stop)
     cast(Any, optimizer).found_inf = found_inf
+    if isinstance(optimizer, _KernelAdamW):
+        optimizer.gradient_scale = scale
+    else:
+        assert scale is None, "torch's AdamW does not scale gradients"
     optimizer.step()
     return found_inf == 0
 

@@ -21,6 +21,9 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.shard_dim import shard_dim
 from megalin.parallel.tensor_parallel import local
 
+_ONE_BACKWARD = "_one_backward"
+"""Attribute of a model whose gradients would be added in the compute dtype, so that a step may have one backward."""
+
 
 def shard_model(
     model: nn.Module,
@@ -30,6 +33,7 @@ def shard_model(
     *,
     compute_dtype: torch.dtype,
     head: VocabParallelEmbedding | None = None,
+    accumulates: bool = True,
 ) -> None:
     """Shards `model` in place over the data axis. FSDP units are each block, the head, and the rest as one.
 
@@ -42,10 +46,14 @@ def shard_model(
         full_precision: submodules whose parameters feed exponentials or positions; they compute in fp32.
         head: the table of the logits, if it is not shared: its gather and the reduction of its gradient overlap with
             the blocks.
+        accumulates: False: every step has one micro-batch. Then on a data axis of one rank gradients stay in the
+            compute dtype until `finish_backward`: nothing is added to them.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
-    low = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    full = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    kept = not accumulates and mesh.data_mesh.size() == 1
+    setattr(model, _ONE_BACKWARD, kept)
+    low = MixedPrecisionPolicy(compute_dtype, compute_dtype if kept else reduce_dtype, cast_forward_inputs=False)
+    full = MixedPrecisionPolicy(reduce_dtype, reduce_dtype, cast_forward_inputs=False)
     data_mesh = mesh.data_mesh
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -53,11 +61,7 @@ def shard_model(
 
     def wrap(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
         fully_shard(
-            module,
-            mesh=data_mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            shard_placement_fn=placement,
+            module, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
         )
 
     if full_precision:
@@ -148,6 +152,7 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
     (3). On a data axis of one rank gradients stay unsharded; `finish_backward` takes them after the last one.
     """
     assert isinstance(model, FSDPModule), type(model)
+    assert last or not getattr(model, _ONE_BACKWARD, False), "the model was built for steps of one micro-batch"
     reduce = mesh.data_mesh.size() > 1 and (last or mesh.zero >= 2)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -159,8 +164,8 @@ def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
 
 def finish_backward(model: nn.Module, mesh: Mesh) -> None:
     """Sets the weights' gradients after the last micro-batch's backward on a data axis of one rank, or adds to those
-    there. FSDP's reduction would have cast each unit's gradients into one buffer, by a table that the host sends to the
-    device."""
+    there, in fp32 or the weight's `grad_dtype`. FSDP's reduction would have cast each unit's gradients into one buffer,
+    by a table that the host sends to the device."""
     if mesh.data_mesh.size() > 1:
         return
     for module in model.modules():
@@ -170,7 +175,7 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
             gradient = full.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
             if gradient is not None:
                 shard = weight.sharded_param
-                gradient = weight.to_sharded_dtensor(local(gradient).to(shard.dtype))
+                gradient = weight.to_sharded_dtensor(local(gradient).to(shard.grad_dtype))
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
             full.grad, weight.unsharded_accumulated_grad = None, None
 

@@ -17,10 +17,10 @@ class Memory(NamedTuple):
     """Bytes of a rank at its peak."""
 
     weights: int
-    """fp32 shards, and buffers."""
+    """fp32 shards, their copies in the compute dtype where they are sharded, and buffers."""
     gradients: int
-    """fp32 shards, or unsharded between micro-batches under ZeRO 0 and 1; and those of embedding and head before their
-    reduction."""
+    """fp32 shards, or unsharded between micro-batches under ZeRO 0 and 1, in the compute dtype where they stay in it;
+    and those of embedding and head before their reduction."""
     optimizer: int
     """Both moments, fp32 shards, and the state of update hooks."""
     gathered: int
@@ -101,7 +101,11 @@ class _StepMemory:
         self, parameters: StageParameters, trace: Trace, layout: ParallelLayout, itemsize: int, hook_bytes: int
     ) -> None:
         self.parameters, self.trace, self.layout, self.itemsize = parameters, trace, layout, itemsize
-        self.weights = _FP32 * parameters.shard + parameters.buffer_bytes
+        # On one shard rank the gathered weights are the copies, so they stay gathered.
+        self.copies = itemsize if itemsize < _FP32 else 0
+        self.gradient = layout.gradient_itemsize(itemsize)
+        sharded = self.copies if layout.shard > 1 else 0
+        self.weights = (_FP32 + sharded) * parameters.shard + parameters.buffer_bytes
         self.optimizer = 2 * _FP32 * parameters.shard + hook_bytes
         self.symmetric_memory = _symmetric_memory_bytes(trace, layout)
         self.zero = layout.zero
@@ -111,7 +115,7 @@ class _StepMemory:
         layout, parameters, blocks = self.layout, self.parameters, self.parameters.blocks
         left = block + 1 if after_loss else len(blocks)  # blocks whose backward has not ended
         done_shards = parameters.first_shards[-1] - parameters.first_shards[left]
-        gradients = _FP32 * done_shards
+        gradients = self.gradient * done_shards
         if layout.num_micro_batches > 1:
             gradients += _FP32 * (
                 parameters.shard - done_shards
@@ -124,7 +128,7 @@ class _StepMemory:
         reducing = self._reduced(blocks[left]) if left < len(blocks) else 0
         if layout.parallel.pp > 1:
             reducing += 4 * self.trace.hidden_bytes
-        gathered = self._gathered(left)
+        gathered = self._gathered(len(blocks) if self.copies and layout.shard == 1 else left)
         return Memory(
             self.weights,
             gradients,
@@ -137,12 +141,13 @@ class _StepMemory:
 
     def update(self) -> Memory:
         """Memory after the last backward: all gradients, and the reduction of the parameters outside blocks."""
-        rest = self.parameters.rest
+        rest, is_copied = self.parameters.rest, self.copies and self.layout.shard == 1
+        kept = self.parameters.first_wholes[-1] if is_copied else 0
         return Memory(
             self.weights,
-            _FP32 * self.parameters.shard,
+            self.gradient * self.parameters.shard,
             self.optimizer,
-            self.itemsize * rest.whole + _FP32 * self.parameters.precise.whole,
+            self.itemsize * (rest.whole + kept) + _FP32 * self.parameters.precise.whole,
             0,
             self._reduced(rest) + self.itemsize * self.parameters.table,
             self.symmetric_memory,

@@ -23,9 +23,9 @@ from megalin.planner.hardware import (
 from megalin.planner.parameters import StageParameters
 from megalin.planner.workload import ParallelLayout
 
-_UPDATE_BYTES = 36
-"""Bytes per element and step: the norm reads the gradient, clipping reads and writes it, AdamW reads weight, gradient
-and moments and writes all but the gradient."""
+_UPDATE_BYTES = 24
+"""Bytes per element and step for weight and moments, which AdamW reads and writes. It also writes the copy in the
+compute dtype; norm and AdamW each read the gradient."""
 _MAGNITUDE_BYTES = 4
 """Bytes per element and step to find the magnitudes of weights that are multiplied in FP8."""
 
@@ -144,7 +144,9 @@ def step_time(
     sending = data_bytes / _bandwidth(hardware, data_span) + gathers * COLLECTIVE_SECONDS
     exposed = max(rest / _bandwidth(hardware, data_span), sending - hidden)
     wait = (parallel.pp - 1) / parallel.pp_stages_per_rank * (device + host)
-    update = (_UPDATE_BYTES + (_MAGNITUDE_BYTES if work.float8_passes else 0)) * parameters.shard / memory
+    moved = _UPDATE_BYTES + 2 * layout.gradient_itemsize(itemsize) + (itemsize if itemsize < 4 else 0)
+    moved += _MAGNITUDE_BYTES if work.float8_passes else 0
+    update = moved * parameters.shard / memory
     time = StepTime(count * matmuls, count * kernels, count * traffic.waited, exposed, count * host, wait, update)
     pp_bytes = 2 * count * traffic.hidden_bytes * parallel.pp_stages_per_rank if parallel.pp > 1 else 0
     return time, Sent(count * traffic.tp_bytes, count * traffic.cp_bytes, data_bytes, pp_bytes)

@@ -57,6 +57,12 @@ class ParallelLayout(NamedTuple):
         """Number of ranks over which weights, gradients and optimizer state are sharded."""
         return self.parallel.shard_size(self.dp * self.parallel.cp)
 
+    def gradient_itemsize(self, itemsize: int) -> int:
+        """Bytes of an element of the gradient at the update, in a compute dtype of `itemsize` bytes: fp32, except for
+        one micro-batch a step on one data rank."""
+        kept = self.num_micro_batches == 1 and self.dp * self.parallel.cp == 1 and self.parallel.pp == 1
+        return itemsize if kept else 4
+
     @property
     def zero(self) -> int:
         """Effective ZeRO stage, as `Mesh.zero`."""

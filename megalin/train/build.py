@@ -43,6 +43,7 @@ def build_model(
     overlap: bool = False,
     max_label_fraction: float = 1.0,
     float8: Float8Settings | None = None,
+    accumulates: bool = True,
 ) -> TrainedModel:
     """Builds the model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
 
@@ -52,8 +53,9 @@ def build_model(
             parallelism if the host launches that computation in time.
         max_label_fraction: largest fraction of a micro-batch's tokens that have a label (`TrainConfig`).
         float8: the FP8 matmuls of the blocks; None: all in `compute_dtype`.
+        accumulates: False where every step has one micro-batch (`shard_model`); of no effect in a pipeline.
     """
-    options = _Options(compute_dtype, compile_blocks, overlap, seed, float8)
+    options = _Options(compute_dtype, compile_blocks, overlap, seed, float8, accumulates or mesh.pp.size > 1)
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute, max_label_fraction=max_label_fraction)
         _materialise(model, mesh, options)
@@ -85,6 +87,7 @@ class _Options(NamedTuple):
     overlap: bool
     seed: int
     float8: Float8Settings | None
+    accumulates: bool
 
 
 def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
@@ -100,7 +103,15 @@ def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
         for block in model.block_list():
             block.compile(fullgraph=True, dynamic=False, options=inductor)
     blocks, precise = model.block_list(), model.full_precision_modules()
-    shard_model(model, blocks, precise, mesh, compute_dtype=options.compute_dtype, head=model.head)
+    shard_model(
+        model,
+        blocks,
+        precise,
+        mesh,
+        compute_dtype=options.compute_dtype,
+        head=model.head,
+        accumulates=options.accumulates,
+    )
     model.to_empty(device=mesh.device)
     init_weights(model, options.seed)
     update_weight_magnitudes(model)

@@ -17,6 +17,7 @@ from megalin.model.build import Model
 from megalin.parallel.data_parallel import ordered_cuda_streams
 from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.weight_copies import refresh_weight_copies
 from megalin.train.graph_choice import (
     StepMemory,
     allocator_obstacle,
@@ -87,6 +88,7 @@ class GradientGraph:
         if self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
             return self._warm_up(batches)
+        refresh_weight_copies(self._model)  # neither captured nor checked by the graph
         if self._graph is None and not self._refused:
             if self._automatic:
                 self._choose(batches)

@@ -19,6 +19,7 @@ from megalin.optim.adamw import build_optimizer, set_learning_rate
 from megalin.parallel.compute_waits import ComputeWaits
 from megalin.parallel.data_parallel import measure_waits
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.weight_copies import expire_weight_copies
 from megalin.train.build import TrainedModel, build_model
 from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
@@ -123,6 +124,7 @@ class FullyShardedEngine:
             overlap=train.cuda_graphs is True,
             max_label_fraction=train.max_label_fraction,
             float8=float8,
+            accumulates=train.global_batch_size > train.micro_batch_size * mesh.samples.size,
         )
         self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
         self.timer = StepTimer(mesh.device)
@@ -205,11 +207,13 @@ class FullyShardedEngine:
         scale = {} if self._loss_scale is None else self._loss_scale.saved_in(checkpoint)
         state = tensors | scale | self._spikes.saved_in(checkpoint) | saved.tensors
         load(checkpoint, state, ignore=(*saved.ignored, LOSS_SCALE_PREFIX, SPIKES_PREFIX))
+        expire_weight_copies(self.model)
         self.model.after_optimizer_step()
         self._hooks.start(saved.missing)
 
     def set_weights(self, fill: FillWeights) -> None:
         fill(weights(self.model))
+        expire_weight_copies(self.model)
         self.model.after_optimizer_step()
         self._hooks.restart()
 

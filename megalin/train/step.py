@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch
 from megalin.errors import NumericError
-from megalin.optim.adamw import clear_stop, step_or_skip
-from megalin.optim.clipping import clip_gradients
+from megalin.optim.adamw import clear_stop, folds_scale, step_or_skip
+from megalin.optim.clipping import GradientNorms, clip_gradients
 from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import finish_backward, prepare_backward
 from megalin.parallel.mesh import Mesh
@@ -263,11 +263,7 @@ def apply_gradients(
     timer.start()
     given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     scale = None if loss_scale is None else loss_scale.scale
-    if isinstance(model, Pipeline):
-        copies, stages = model.counted_elsewhere(), model.pp.axis
-        norms = clip_gradients(given.values(), max_grad_norm, counted_elsewhere=copies, stages=stages, loss_scale=scale)
-    else:
-        norms = clip_gradients(given.values(), max_grad_norm, loss_scale=scale)
+    norms = _clip(model, optimizer, given.values(), max_grad_norm, scale)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
     scalars = [values]
     if copied is not None:
@@ -284,10 +280,29 @@ def apply_gradients(
             skip = spike if skip is None else skip | spike
     scalars.append(norms.local_norms.to(losses.dtype))
     pending = LaunchedStep(model, optimizer, list(given), torch.cat(scalars), timer.end(), step, loss_scale, spikes)
-    pending.applied = step_or_skip(sound, optimizer, skip=skip)
+    pending.applied = step_or_skip(sound, optimizer, skip=skip, scale=norms.scale)
     optimizer.zero_grad(set_to_none=True)
     model.after_optimizer_step()
     return pending
+
+
+def _clip(
+    model: TrainedModel,
+    optimizer: torch.optim.AdamW,
+    given: Collection[nn.Parameter],
+    max_norm: float | None,
+    loss_scale: Tensor | None,
+) -> GradientNorms:
+    """Norms of the gradients of the `given` parameters, which are scaled here or in the optimizer's update."""
+    copies, stages = (model.counted_elsewhere(), model.pp.axis) if isinstance(model, Pipeline) else ((), None)
+    return clip_gradients(
+        given,
+        max_norm,
+        counted_elsewhere=copies,
+        stages=stages,
+        loss_scale=loss_scale,
+        in_place=not folds_scale(optimizer),
+    )
 
 
 def _describe_non_finite(model: nn.Module, norms: Mapping[str, float], result: StepResult, step: int) -> str:

@@ -16,6 +16,7 @@ STEP = {"P": 4, "H": 1, "K": 32, "V": 32, "parts": BF16, "state": FP32, "slopes"
 STEP |= {"positions": torch.int64, "form": "rotation", "unnormed": 40}
 LINEAR = {"rows": 2, "N": 40, "K": 300, "sums": 0, "width": 1, "x": BF16}
 CASES = {
+    "adamw_update": {"compute": BF16},
     "rms_norm": ROWS,
     "srmsnorm": ROWS,
     "gated_squares": ROWS | {"gate_first": True},
@@ -37,6 +38,7 @@ CASES = {
     "gated_vector_step": STEP | {"bound": FP32, "query_activation": "silu", "silu_value": True},
 }
 MORE = {
+    "adamw_update": {"compute": FP32},
     "max_norm": ROWS | {"scaled": True, "heads": 0},
     "gated_squares": {"D": 300, "x": FP32, "weight": None, "gate": None, "gate_first": False},
     "silu_lrpe": CASES["silu_lrpe"] | {"form": None},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 OPS: dict[str, tuple[str, ...]] = {
+    "adamw_update": ("adamw_update",),
     "decay_scan": ("scans.fixed_decay_sweep",),
     "decay_state": ("scans.fixed_decay_state", "scans.fixed_decay_sweep.block_state_kernel"),
     "decode_steps": ("decoding", "scans.fixed_decay_step", "scans.vector_decay_step"),
