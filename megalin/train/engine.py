@@ -220,12 +220,3 @@ class FullyShardedEngine:
     def close(self) -> None:
         if self._graph is not None:
             self._graph.close()
-
-
-def make_engine(config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook]) -> Engine:
-    """The engine that `train.engine` names."""
-    if config.train.engine == "fsdp2":
-        return FullyShardedEngine(config, mesh, hooks)
-    from megalin.train.deepspeed_engine import DeepSpeedEngine  # imports a library that other runs do not need
-
-    return DeepSpeedEngine(config, mesh, hooks)

@@ -26,7 +26,7 @@ from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.due_steps import DueSteps
-from megalin.train.engine import make_engine
+from megalin.train.engine_choice import make_engine
 from megalin.train.environment import device_name, environment
 from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections

@@ -39,7 +39,7 @@ class _Copies(NamedTuple):
 
 
 _Seen = dict[str, tuple[list[int], dict[str, int]]]
-"""What a rank reports: by axis, the axis's ranks and the checksums that differ."""
+"""Report of a rank: by axis, the axis's ranks and the checksums that differ."""
 
 
 class ReplicaCheck:
@@ -199,7 +199,7 @@ def _add(shards: list[_Shard], new: _Shard) -> None:
 
 
 def _compare(by_rank: Mapping[int, int]) -> str:
-    """Which ranks have other bits, where most of the copies agree."""
+    """Names the ranks with other bits than most of the copies, where most agree."""
     sums = dict(sorted(by_rank.items()))
     ((usual, count), *_) = Counter(sums.values()).most_common()
     if 2 * count <= len(sums):
