@@ -105,8 +105,8 @@ def test_each_flipped_bit_is_found_on_every_rank_with_its_tensor(world_size, wit
         if "no copy has a majority" not in message:
             assert f"rank {victim} differs from 2 others" in message
             votes += 1
-    # Of two copies none is known to be wrong; on tp 2 x 2 replicas a tensor that tp does not divide has four, of which
-    # those that share an axis with the wrong one are compared.
+    # Of two copies none is known to be wrong; on tp 2 x 2 replicas a tensor that tp does not divide has four, and
+    # those that share an axis with the wrong one are compared with it.
     assert {2: votes == 0, 3: votes == flips, 4: 0 < votes < flips}[world_size]
 
 
