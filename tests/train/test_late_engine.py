@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import megalin.train.loop as loops
 from megalin.checkpoint.index import DTYPES
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint, read_manifest, step_directory
@@ -23,6 +22,7 @@ from megalin.data.loader import Loader
 from megalin.errors import DataError, PreemptedError
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
+from megalin.train import engine_choice
 from megalin.train.config import RunConfig
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.step import PendingStep, StepResult
@@ -123,7 +123,7 @@ def test_checkpoint_of_a_step_holds_the_weights_of_a_run_that_stops_there(
     config, stopped, tmp_path, monkeypatch, deferred
 ):
     late = partial(LateEngine, deferred=deferred, signalled_step=5)
-    monkeypatch.setattr(loops, "FullyShardedEngine", late)
+    monkeypatch.setattr(engine_choice, "FullyShardedEngine", late)
     preempted = pytest.raises(PreemptedError, match="SIGTERM after 5 of 9 steps, all of them saved")
     run(config, tmp_path, EVALUATED, expected=preempted)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -147,7 +147,9 @@ def test_step_in_flight_is_finished_before_a_data_error_is_raised(config, stoppe
         return read(loader, step)
 
     monkeypatch.setattr(Loader, "step", failing)
-    monkeypatch.setattr(loops, "FullyShardedEngine", partial(LateEngine, deferred=deferred, signalled_step=None))
+    monkeypatch.setattr(
+        engine_choice, "FullyShardedEngine", partial(LateEngine, deferred=deferred, signalled_step=None)
+    )
     run(config, tmp_path, EVALUATED, expected=pytest.raises(DataError, match=r"shard.bin: gone"))
     assert metrics(tmp_path) == metrics(stopped[9])[:5]
     assert steps_saved(tmp_path) == [4]
