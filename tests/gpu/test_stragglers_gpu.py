@@ -2,7 +2,6 @@
 
 import json
 import re
-import statistics
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,7 @@ def test_no_rank_of_equal_gpus_is_named(tmp_path):
     assert "is slow" not in output
     ratios = [line["slowest_rank_ratio"] for line in lines if "slowest_rank_ratio" in line]
     assert len(ratios) > 40
-    assert statistics.median(ratios) < 1.4, ratios
+    assert max(ratios) < 1.4, ratios
 
 
 def test_ranks_that_wait_for_each_other_in_blocks_are_not_compared(tmp_path):

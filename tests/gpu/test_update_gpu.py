@@ -9,18 +9,17 @@ from torch.profiler import ProfilerActivity, profile
 from megalin.checkpoint.manifest import Checkpoint, read_manifest
 from megalin.checkpoint.save import save
 from megalin.data.batch import Batch
-from megalin.ops.adamw_update import AdamWOptions, UpdateTables, UpdateTensors, adamw_update, adamw_update_reference
+from megalin.ops.adamw_update import UpdateTables, UpdateTensors, adamw_update, adamw_update_reference
 from megalin.optim import adamw
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
 from tests.model_runs import write_config
+from tests.ops.test_adamw_update import OPTIONS, STEPS, clone, last_places
 from tests.optim.test_weight_copies import LENGTH, SIZE
 
-OPTIONS = AdamWOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SHAPES = ((1024, 2049), (1,), (3, 1025), (512, 512))
-STEPS = 100
 CUDA = torch.device("cuda")
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -37,20 +36,10 @@ def make_tensors(gradients=torch.float32, copies=None, shapes=SHAPES):
     )
 
 
-def clone(tensors, dtype=None):
-    return UpdateTensors(*([None if x is None else x.clone().to(dtype or x.dtype) for x in each] for each in tensors))
-
-
 def update(tensors, tables, *, scale=1.0, options=OPTIONS):
     torch._foreach_add_(tensors.steps, 1.0)
     scalars = {"scale": torch.tensor(scale, device=CUDA), "skip": torch.zeros((), device=CUDA)}
     adamw_update(tensors, **scalars, options=options, tables=tables)
-
-
-def last_places(actual, expected):
-    """Largest distance of elements in units in the last place of the largest element."""
-    unit = torch.finfo(torch.float32).eps * 2.0 ** expected.abs().amax().log2().floor()
-    return ((actual.double() - expected.double()).abs().amax() / unit).item()
 
 
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
