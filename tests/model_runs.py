@@ -113,6 +113,7 @@ def train_here(
     hooks: Sequence[UpdateHook] = (),
     tasks: TaskRunner | None = None,
     loss_curve: bool = False,
+    device: torch.device = CPU,
 ) -> TrainResult:
     """Trains in the process group of this process, as `megalin train` does; run_ranks can call it. By default it draws
     no loss curve, which takes a third of the time."""
@@ -120,7 +121,7 @@ def train_here(
     run_config = load_run_config(config, list(overrides))
     check_launch(run_config, torch.distributed.get_world_size())
     with nullcontext() if loss_curve else patch("megalin.train.loop.write_loss_curve"):
-        return train(run_config, CPU, folder, hooks=hooks, tasks=tasks)
+        return train(run_config, device, folder, hooks=hooks, tasks=tasks)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import triton.language as tl
 
 ROWS = 7
 """Rows of the table: addresses of weight, moments, step count, copy and gradient, and the number of elements."""
-CHUNK, BLOCK = 16384, 1024
+CHUNK, BLOCK = 8192, 1024
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from megalin.train.engine import FullyShardedEngine
 from megalin.train.spikes import SpikeGuard
 from megalin.train.step_data import StepData, StepReader
 from tests.model_runs import (
+    CPU,
     DROPOUT,
     checkpoint_tensors,
     late_results,
@@ -49,18 +50,19 @@ ROLLBACK = "train.on_spike=rollback"
 
 
 @contextmanager
-def spikes_in(*batches: int, crash_at: int = 0) -> Iterator[None]:
+def spikes_in(*batches: int, crash_at: int = 0, device: torch.device = CPU) -> Iterator[None]:
     """Makes batches of the sample order spikes: the guard sees their losses 10 higher. The first read of the batch
     `crash_at` after the first spike kills the run."""
     read, judge = StepReader.read, SpikeGuard.judge
-    is_spike, was_spike = False, False
+    is_spike = torch.zeros((), device=device)  # a tensor, so that a CUDA graph reads it at each replay
+    was_spike = False
 
     def reading(reader: StepReader, batch: int, **options: Any) -> StepData:
-        nonlocal is_spike, was_spike
+        nonlocal was_spike
         if was_spike and batch == crash_at:
             raise KeyboardInterrupt
-        is_spike = batch in batches
-        was_spike |= is_spike
+        is_spike.fill_(batch in batches)
+        was_spike |= batch in batches
         return read(reader, batch, **options)
 
     def judging(guard: SpikeGuard, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
