@@ -88,3 +88,15 @@ def test_rows_without_a_kernel_raise_or_take_the_reference():
     for inputs in (wide, mixed):
         found, expected = (function(**inputs, eps=1e-6) for function in (add_layer_norm, add_layer_norm_reference))
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_a_compiled_block_has_the_gradients_of_a_sum_that_is_x_itself():
+    def block(x, addend, weight, bias, backend="triton"):
+        first = add_layer_norm(x, None, weight, bias, eps=1e-6, backend=backend)
+        second = add_layer_norm(first.total, first.normed * addend, weight, bias, eps=1e-6, backend=backend)
+        return [second.total + second.normed]
+
+    inputs = draw(6, 16, torch.float32)
+    found = outputs_and_gradients(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs)
+    assert_close(found, outputs_and_gradients(lambda **x: block(**x, backend="reference"), inputs), 1e-5)
