@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalin.ops.dispatch import backend as backends
+from megalin.ops.norms.gated_layer_norm import gated_layer_norm, gated_layer_norm_reference
 from megalin.ops.norms.gated_squares import gated_squares, gated_squares_reference
 from megalin.ops.norms.layer_norm import (
     MAX_WIDTH,
@@ -141,6 +142,13 @@ def test_layer_norms_of_every_width_are_as_good_as_the_reference(dtype, width, r
     assert_as_good_as_the_reference(kernel, lambda **x: add_layer_norm_reference(**x, eps=1e-6), inputs)
     first, second = outputs_and_gradients(kernel, inputs), outputs_and_gradients(kernel, inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    for activation in ("none", "sigmoid"):
+        options = {"eps": 1e-6, "gate_activation": activation}
+        assert_as_good_as_the_reference(
+            lambda addend, o=options, **x: [gated_layer_norm(gate=addend, **x, **o, backend="triton")],
+            lambda addend, o=options, **x: [gated_layer_norm_reference(gate=addend, **x, **o)],
+            inputs,
+        )
     del inputs["addend"]
     assert_as_good_as_the_reference(
         lambda **x: add_layer_norm(addend=None, **x, eps=1e-6, backend="triton"),

@@ -1,8 +1,9 @@
-"""LayerNorm of a sum, y = w n + b with s = x + a, n = (s - mean(s)) r and r = (var(s) + eps)^(-1/2); a may be omitted.
+"""LayerNorm of a sum, y = (w n + b) f(g) with s = x + a, n = (s - mean(s)) r and r = (var(s) + eps)^(-1/2).
 
-Bytes: forward reads x and a and writes s and y; backward reads s, dy and the gradient of s and writes dx, which is da
-too. The variance is that of the centred row in registers, so that a large mean costs no digits. Each backward program
-accumulates partial dw and db over its rows; the partial sums are added afterwards, always in the same order.
+a and the gate g may be omitted; f is the identity or the sigmoid. Bytes: forward reads x, a and g and writes s and y;
+backward reads s, dy, g and the gradient of s and writes dx, which is da too, and dg. The variance is that of the
+centred row in registers, so that a large mean costs no digits. Each backward program accumulates partial dw and db over
+its rows; the partial sums are added afterwards, always in the same order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ import triton.language as tl
 from megalin._triton.dispatch.column_sums import column_sums
 
 
+@triton.jit
+def load_gate(gate_ptr, offset, mask, SIGMOID: tl.constexpr):
+    """Loads f(g) [R, W] fp32."""
+    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if SIGMOID:
+        gate = tl.sigmoid(gate)
+    return gate
+
+
 @triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
     x_ptr,
     addend_ptr,
+    gate_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
@@ -30,6 +41,7 @@ def forward_kernel(
     rows,
     width,
     eps,
+    SIGMOID: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -44,12 +56,17 @@ def forward_kernel(
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offset, total, mask=mask)
         x = total.to(tl.float32)
+    if gate_ptr is not None:
+        gate = load_gate(gate_ptr, offset, mask, SIGMOID)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / width
     centred = tl.where(inside[None, :], x - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / width + eps)
-    tl.store(y_ptr + offset, centred * scale[:, None] * weight[None, :] + bias[None, :], mask=mask)
+    y = centred * scale[:, None] * weight[None, :] + bias[None, :]
+    if gate_ptr is not None:
+        y *= gate
+    tl.store(y_ptr + offset, y, mask=mask)
     tl.store(mean_ptr + row, mean, mask=row < rows)
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
@@ -59,14 +76,18 @@ def backward_kernel(
     dy_ptr,
     dtotal_ptr,
     total_ptr,
+    gate_ptr,
     weight_ptr,
+    bias_ptr,
     mean_ptr,
     scale_ptr,
     dx_ptr,
+    dgate_ptr,
     partial_ptr,
     rows,
     width,
     program_rows,
+    SIGMOID: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -75,6 +96,8 @@ def backward_kernel(
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if gate_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], dtype=tl.float32)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], dtype=tl.float32)
     end = tl.minimum((program + 1) * program_rows, rows)
@@ -86,6 +109,13 @@ def backward_kernel(
         scale = tl.load(scale_ptr + row, mask=row < end, other=0.0)[:, None]
         unit = (tl.load(total_ptr + offset, mask=mask, other=0.0).to(tl.float32) - mean) * scale
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if gate_ptr is not None:
+            gate = load_gate(gate_ptr, offset, mask, SIGMOID)
+            dgate = dy * (unit * weight + bias)
+            dy *= gate
+            if SIGMOID:
+                dgate *= gate * (1.0 - gate)
+            tl.store(dgate_ptr + offset, dgate, mask=mask)
         dweight += dy * unit
         dbias += dy
         dy *= weight
@@ -136,28 +166,57 @@ def _programs(width: int) -> int:
     return PROCESSORS * (3 if width <= 2048 else 1)
 
 
-def forward(x: Tensor, addend: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> ForwardOutput:
-    """x, addend [rows, width] contiguous, weight, bias [width] -> `ForwardOutput`."""
+def forward(
+    x: Tensor,
+    addend: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+    *,
+    sigmoid: bool = False,
+) -> ForwardOutput:
+    """x, addend, gate [rows, width] contiguous, weight, bias [width] -> `ForwardOutput`."""
     rows, width = x.shape
     y, total = torch.empty_like(x), None if addend is None else torch.empty_like(x)
     mean, scale = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     constants = _forward_constants(width)
     grid = (triton.cdiv(rows, constants["BLOCK_ROWS"]),)
-    forward_kernel[grid](x, addend, weight, bias, y, total, mean, scale, rows, width, eps, **constants)
+    forward_kernel[grid](
+        x, addend, gate, weight, bias, y, total, mean, scale, rows, width, eps, SIGMOID=sigmoid, **constants
+    )
     return ForwardOutput(y, total, mean, scale)
 
 
+class Gradients(NamedTuple):
+    """dx like x, dw and db [2, width] like weight, dg like the gate; None without one."""
+
+    x: Tensor
+    vectors: Tensor
+    gate: Tensor | None
+
+
 def backward(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dy, dtotal, total [rows, width] contiguous, weight [width], mean, scale [rows] -> dx like total, and dw and db
-    [2, width] like weight. A dtotal of None is zero."""
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    sigmoid: bool = False,
+) -> Gradients:
+    """dy, dtotal, total, gate [rows, width] contiguous, weight [width], mean, scale [rows], bias [width] with a gate ->
+    `Gradients`. A dtotal of None is zero."""
     rows, width = total.shape
     constants = _backward_constants(width, total.element_size())
     programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), _programs(width))
-    dx, partial = torch.empty_like(total), total.new_empty(programs, 2 * width, dtype=torch.float32)
-    program_rows = triton.cdiv(rows, programs)
+    dx, dgate = torch.empty_like(total), None if gate is None else torch.empty_like(gate)
+    partial = total.new_empty(programs, 2 * width, dtype=torch.float32)
+    operands = dy, dtotal, total, gate, weight, bias, mean, scale
     backward_kernel[(programs,)](
-        dy, dtotal, total, weight, mean, scale, dx, partial, rows, width, program_rows, **constants
+        *operands, dx, dgate, partial, rows, width, triton.cdiv(rows, programs), SIGMOID=sigmoid, **constants
     )
-    return dx, column_sums(partial, weight.dtype).view(2, width)
+    return Gradients(dx, column_sums(partial, weight.dtype).view(2, width), dgate)

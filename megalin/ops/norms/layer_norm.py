@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,12 +50,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, backend: 
     operands = {"x": (x, "*D"), "weight": (weight, "D"), "bias": (bias, "D")}
     case = check_operands("layer_norm", operands, "D")
     limits: dict[Compiled, str] = {
-        "triton": _limit(x, weight, bias),
+        "triton": layer_norm_limit(x, weight, bias),
         "apex": "" if weight.dtype == bias.dtype == x.dtype else f"a weight of dtype {weight.dtype}",
     }
     choice = backends.choose("layer_norm", backend, x.device.type, unsupported(x), limits, case=case)
     if choice == "triton":
-        return _norm(x, None, weight, bias, eps).normed
+        return triton_layer_norm(x, None, weight, bias, eps).normed
     if choice == "reference" or left_to_inductor("layer_norm", backend):
         return layer_norm_reference(x, weight, bias, eps=eps)
     return apex_layer_norm(x, weight, bias, eps=eps)
@@ -90,12 +90,12 @@ def add_layer_norm(
     """
     operands = {"x": (x, "*D"), "addend": (addend, "*D"), "weight": (weight, "D"), "bias": (bias, "D")}
     case = check_operands("add_layer_norm", operands, "D")
-    reason = unsupported(x) or _limit(x, weight, bias)
+    reason = unsupported(x) or layer_norm_limit(x, weight, bias)
     if not reason and addend is not None and addend.dtype != x.dtype:
         reason = f"{addend.dtype} added to {x.dtype}"
     choice = backends.choose("add_layer_norm", backend, x.device.type, reason, case=case)
     if choice == "triton":
-        return _norm(x, addend, weight, bias, eps)
+        return triton_layer_norm(x, addend, weight, bias, eps)
     total = x if addend is None else x + addend
     return NormedSum(layer_norm(total, weight, bias, eps=eps, backend=backend), total)
 
@@ -108,13 +108,17 @@ def add_layer_norm_reference(
     return NormedSum(layer_norm_reference(total, weight, bias, eps=eps), total)
 
 
-def _limit(x: Tensor, weight: Tensor, bias: Tensor) -> str:
+def layer_norm_limit(x: Tensor, weight: Tensor, bias: Tensor) -> str:
     """Reason that the Triton kernel does not take these tensors, besides `unsupported`; empty where it does."""
     if x.shape[-1] > MAX_WIDTH:
         return f"a width of {x.shape[-1]}, above {MAX_WIDTH}"
     if weight.dtype not in KERNEL_DTYPES or bias.dtype != weight.dtype:
         return f"a weight of dtype {weight.dtype} and a bias of dtype {bias.dtype}"
     return ""
+
+
+GateActivation = Literal["none", "sigmoid"]
+"""none: the gate is a plain factor."""
 
 
 def _fake_forward(x: Tensor, addend: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,71 +128,96 @@ def _fake_forward(x: Tensor, addend: Tensor | None, *_: Any) -> tuple[Tensor, Te
 
 @custom_op("add_layer_norm", _fake_forward)
 def _forward(
-    x: Tensor, addend: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, addend: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, addend [..., D] contiguous -> y, the sum (empty without an addend), and the fp32 mean and scale [...]."""
+    """x, addend, gate [..., D] contiguous -> y, the sum (empty without an addend), fp32 mean and scale [...]."""
     from megalin._triton.norms import layer_norm as kernels
 
-    width = x.shape[-1]
-    y, total, mean, scale = kernels.forward(
-        x.view(-1, width), None if addend is None else addend.view(-1, width), weight, bias, eps
-    )
+    sigmoid = activation == "sigmoid"
+    operands = _rows(x), _rows(addend), weight, bias, eps, _rows(gate)
+    y, total, mean, scale = kernels.forward(*operands, sigmoid=sigmoid)
     total = x.new_empty(0) if total is None else total.view_as(x)
     return y.view_as(x), total, mean.view(x.shape[:-1]), scale.view(x.shape[:-1])
 
 
 def _fake_backward(
-    _dy: Tensor, _dtotal: Tensor | None, total: Tensor, weight: Tensor, *_: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(total), weight.new_empty(2, *weight.shape)
+    _dy: Tensor, _dtotal: Tensor | None, total: Tensor, gate: Tensor | None, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dgate = total.new_empty(0) if gate is None else torch.empty_like(gate)
+    return torch.empty_like(total), weight.new_empty(2, *weight.shape), dgate
 
 
 @custom_op("add_layer_norm_backward", _fake_backward)
 def _backward(
-    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dx, and the gradients of weight and bias [2, D]."""
+    dy: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, the gradients of weight and bias [2, D], and that of the gate (empty without one)."""
     from megalin._triton.norms import layer_norm as kernels
 
-    width = total.shape[-1]
-    dx, dvectors = kernels.backward(
-        dy.contiguous().view(-1, width),
-        None if dtotal is None else dtotal.contiguous().view(-1, width),
-        total.view(-1, width),
-        weight,
-        mean.view(-1),
-        scale.view(-1),
+    rows = _rows(dy.contiguous()), _rows(contiguous(dtotal)), _rows(total)
+    found = kernels.backward(
+        *rows, weight, mean.view(-1), scale.view(-1), _rows(gate), bias, sigmoid=activation == "sigmoid"
     )
-    return dx.view_as(total), dvectors
+    dgate = total.new_empty(0) if found.gate is None else found.gate.view_as(total)
+    return found.x.view_as(total), found.vectors, dgate
 
 
-class _AddLayerNorm(torch.autograd.Function):
+def _rows(x: Any) -> Any:
+    """[..., D] -> [rows, D]; None of None."""
+    return None if x is None else x.view(-1, x.shape[-1])
+
+
+class _LayerNorm(torch.autograd.Function):
     """Kernels of both directions. The sum of x alone is returned as x itself, which the formula of an op cannot do."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+        ctx: Any,
+        x: Tensor,
+        addend: Tensor | None,
+        gate: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        activation: GateActivation,
     ) -> tuple[Tensor, Tensor]:
-        normed, total, mean, scale = _forward(x, addend, weight, bias, eps)
+        normed, total, mean, scale = _forward(x, addend, gate, weight, bias, eps, activation)
         total = x if addend is None else total
-        ctx.adds = addend is not None
+        ctx.adds, ctx.activation = addend is not None, activation
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, weight, mean, scale)
+        ctx.save_for_backward(total, gate, weight, None if gate is None else bias, mean, scale)
         return normed, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight, mean, scale = ctx.saved_tensors
+        gate = ctx.saved_tensors[1]
         if dy is None:
-            return dtotal, dtotal if ctx.adds else None, None, None, None
-        dx, dvectors = _backward(dy, dtotal, total, weight, mean, scale)
-        return dx, dx if ctx.adds else None, dvectors[0], dvectors[1], None
+            return dtotal, dtotal if ctx.adds else None, None, None, None, None, None
+        dx, dvectors, dgate = _backward(dy, dtotal, *ctx.saved_tensors, ctx.activation)
+        dgate = None if gate is None else dgate
+        return dx, dx if ctx.adds else None, dgate, dvectors[0], dvectors[1], None, None
 
 
-def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> NormedSum:
-    return NormedSum(
-        *_AddLayerNorm.apply(x.contiguous(), contiguous(addend), weight.contiguous(), bias.contiguous(), eps)
-    )
+def triton_layer_norm(
+    x: Tensor,
+    addend: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+    activation: GateActivation = "none",
+) -> NormedSum:
+    """The Triton kernels, with gradients: layer_norm(x + addend) f(gate), and the sum."""
+    rows = x.contiguous(), contiguous(addend), contiguous(gate)
+    return NormedSum(*_LayerNorm.apply(*rows, weight.contiguous(), bias.contiguous(), eps, activation))
 
 
 def _samples(case: Mapping[str, Any], device: str) -> list[Tensor]:
@@ -205,7 +234,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
         lambda x, weight, bias: (
             apex_layer_norm(x, weight, bias, eps=1e-6)
             if backend == "apex"
-            else _norm(x, None, weight, bias, 1e-6).normed
+            else triton_layer_norm(x, None, weight, bias, 1e-6).normed
         ),
         lambda x, weight, bias: layer_norm_reference(x, weight, bias, eps=1e-6),
         _samples(case, device),
@@ -220,7 +249,7 @@ def _self_test_of_sum(backend: Compiled, device: str, case: Mapping[str, Any]) -
         return x, addend[0] if addend else None, weight, bias
 
     return compare(
-        lambda *tensors: _norm(*split(tensors), 1e-6),
+        lambda *tensors: triton_layer_norm(*split(tensors), 1e-6),
         lambda *tensors: add_layer_norm_reference(*split(tensors), eps=1e-6),
         _samples(case, device),
     )
