@@ -18,6 +18,7 @@ from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerO
 from megalin.layers.norms import SRMSNorm, build_norm
 from megalin.layers.positions import LRPEFrequencies, key_dim
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
+from megalin.ops.norms.layer_norm import GateActivation
 from megalin.ops.positions.activated_lrpe import activated_lrpe
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.fixed_decay import decay_scan, decay_scan_flops
@@ -53,6 +54,9 @@ class LinearAttention(Mixer):
     slopes: Tensor | None
     projects_linearly: ClassVar[bool] = False
     """True where `project` is a linear map of its input, with which the scale of a norm commutes."""
+
+    gate_activation: GateActivation = "none"
+    """Activation of the gate that is left to the output's norm."""
 
     def __init__(
         self, config: LinearAttentionConfig, scope: BuildContext, *, decay: DecayTable | None, gated: bool
@@ -109,7 +113,7 @@ class LinearAttention(Mixer):
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
         if state is None and context.consecutive and self.config.lrpe is not None and self.slopes is not None:
             output, gate = self._by_segments(x, context)
-            return MixerOutput(self.out(output.flatten(2), gate), ())
+            return MixerOutput(self._output(output.flatten(2), gate), ())
         q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_scan(
             q,
@@ -122,12 +126,12 @@ class LinearAttention(Mixer):
             document_ids=context.documents.ids,
             chunk_size=self.config.chunk_size,
         )
-        return MixerOutput(self.out(scan.output.flatten(2), gate), () if state is None else (scan.state,))
+        return MixerOutput(self._output(scan.output.flatten(2), gate), () if state is None else (scan.state,))
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0], in_place=context.in_place)
-        return MixerOutput(self.out(scan.output.flatten(1)[:, None], gate), (scan.state,))
+        return MixerOutput(self._output(scan.output.flatten(1)[:, None], gate), (scan.state,))
 
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
@@ -151,6 +155,10 @@ class LinearAttention(Mixer):
         )
         y = self.out.add_normed_to(residual, step.product[:, None], step.squares[:, None])
         return MixerOutput(y, (step.state,))
+
+    def _output(self, heads: Tensor, gate: Tensor | None) -> Tensor:
+        """The norm, the gate and W_o of the scan's output: [B, T, D/tp] -> [B, T, D]."""
+        return self.out(heads, gate, gate_activation=self.gate_activation)
 
     def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """The scan's output [B, T, H/tp, V] and the gate, with LRPE's positions counted from the middle of short
@@ -223,6 +231,7 @@ class LowRankGatedAttention(LinearAttention):
     def __init__(self, config: LowRankGatedConfig, scope: BuildContext, *, decay: DecayTable | None) -> None:
         super().__init__(config, scope, decay=decay, gated=config.gate != "none")
         width, name = scope.hidden_size, "model.hidden_size"
+        self.gate_activation = "sigmoid" if config.output_norm == "layernorm" else "none"  # a pass of LayerNorm has it
         self.input_norm = build_norm(config.norm, width, config.norm_eps, scope.tp) if config.norms_input else None
         self.qkv = ColumnParallelLinear(width, width, parts=3, tp=scope.tp, std=scope.init_std, name=name)
         self.gate = (
@@ -239,16 +248,19 @@ class LowRankGatedAttention(LinearAttention):
         """The fixed decay of each head, and the output gate [B, T, H/tp, V]."""
         gates = super().gate_values(x, context)
         gate = self._gate(x, self._normed(x))
+        if gate is not None and self.gate_activation == "sigmoid":
+            gate = torch.sigmoid(gate)
         return gates if gate is None else gates._replace(gates={"output": gate.unflatten(-1, (self.local_heads, -1))})
 
     def _normed(self, x: Tensor) -> Tensor:
         return self.tp.enter(x if self.input_norm is None else self.input_norm(x))
 
     def _gate(self, x: Tensor, normed: Tensor) -> Tensor | None:
-        """[B, T, D/tp]; None without a gate."""
+        """[B, T, D/tp], before `gate_activation`; None without a gate."""
         if self.gate is None:
             return None
-        return torch.sigmoid(self.gate(normed if self.input_norm is None else self.tp.enter(x)))
+        gate = self.gate(normed if self.input_norm is None else self.tp.enter(x))
+        return gate if self.gate_activation == "sigmoid" else torch.sigmoid(gate)
 
     def projection_flops(self) -> int:
         return self.qkv.flops() + (0 if self.gate is None else self.gate.flops())

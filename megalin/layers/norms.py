@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megalin.layers.choices import NormKind
 from megalin.ops.dispatch.dtypes import compute_dtype
-from megalin.ops.norms.layer_norm import layer_norm
+from megalin.ops.norms.layer_norm import NormedSum, add_layer_norm, layer_norm
 from megalin.ops.norms.max_norm import max_norm, mean_magnitude_norm
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.srmsnorm import srmsnorm
@@ -59,8 +59,16 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
+        return layer_norm(x, *self._vectors(), eps=self.eps)
+
+    def add(self, x: Tensor, addend: Tensor | None) -> NormedSum:
+        """`add_and_norm` in one pass."""
+        return add_layer_norm(x, addend, *self._vectors(), eps=self.eps)
+
+    def _vectors(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias."""
         weight, bias = (self.tp.sequence_parallel_weight(local(p)) for p in (self.weight, self.bias))
-        return layer_norm(x, weight, bias, eps=self.eps)
+        return weight, bias
 
 
 class MaxNorm(nn.Module):
@@ -92,6 +100,18 @@ class UncenteredLayerNorm(nn.Module):
         wide = compute_dtype(x)
         weight = self.tp.sequence_parallel_weight(local(self.weight)).to(wide)
         return (mean_magnitude_norm(x.to(wide), eps=self.eps) * weight).to(x.dtype)
+
+
+def add_and_norm(norm: nn.Module | None, x: Tensor, addend: Tensor | None) -> NormedSum:
+    """norm(x + addend) and x + addend, [..., D]; a norm of None is the identity, an addend of None zero.
+
+    A LayerNorm adds in its own pass. The other norms leave the addition to torch.compile, which fuses it with them at
+    the speed of a kernel (docs/benchmarks/2026-11-21-h200-kernels.md).
+    """
+    if isinstance(norm, LayerNorm):
+        return norm.add(x, addend)
+    total = x if addend is None else x + addend
+    return NormedSum(total if norm is None else norm(total), total)
 
 
 def build_norm(kind: NormKind, hidden_size: int, eps: float, tp: TensorParallel) -> nn.Module:

@@ -13,7 +13,7 @@ from megalin.errors import ConfigError
 from megalin.layers.config import MixerConfig
 from megalin.layers.dropout import apply_dropout, dropout_at, output_site
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, SequenceContext, State
-from megalin.layers.norms import build_norm
+from megalin.layers.norms import add_and_norm, build_norm
 from megalin.model.config import BlockConfig
 
 
@@ -98,19 +98,20 @@ class Block(nn.Module):
         return BlockOutput(x, next_states)
 
     def _run(self, x: Tensor, contexts: list[MixerContext], states: list[State] | None) -> BlockOutput:
-        branch = x
+        addend: Tensor | None = None  # the last output, which the next norm adds to the residual stream in its pass
+        two_hop = False
         next_states: list[State] = []
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
             norm_last = sublayer.residual == "add_norm"
-            entering = branch if norm_last else sublayer.norm(branch)
+            entering, branch = add_and_norm(None if norm_last else sublayer.norm, x, addend)
+            x = x if two_hop else branch
             output = mixer(entering.to(context.compute_dtype), context, state)
             next_states.append(output.state)
-            y = apply_dropout(output.y, sublayer.dropout, context.dropout)
-            branch = sublayer.norm(x + y) if norm_last else x + y
-            if sublayer.residual != "two_hop":
-                x = branch
-        return BlockOutput(x, next_states)
+            addend, two_hop = apply_dropout(output.y, sublayer.dropout, context.dropout), sublayer.residual == "two_hop"
+            if norm_last:
+                x, addend = add_and_norm(sublayer.norm, x, addend).normed, None
+        return BlockOutput(x if addend is None else x + addend, next_states)
 
     def contexts(self, context: SequenceContext) -> list[MixerContext]:
         """One context a sub-layer."""

@@ -12,7 +12,9 @@ from megalin.ops.choices import Activation
 from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.gates.gated_product import gated_product
+from megalin.ops.norms.gated_layer_norm import apply_gate, gated_layer_norm, layer_norm_of_moments
 from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
+from megalin.ops.norms.layer_norm import GateActivation
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
 from megalin.ops.scaled_linear import ScaledRows
 from megalin.parallel.float8_matmuls import Float8Matmuls
@@ -196,11 +198,14 @@ class NormedRowParallelLinear(RowParallelLinear):
         if self.norm == "layernorm":
             initializer(self.norm_bias, "norm_bias", constant(0.0))
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout."""
+    def forward(self, x: Tensor, gate: Tensor | None = None, *, gate_activation: GateActivation = "none") -> Tensor:
+        """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout.
+
+        `gate_activation`: applied to the gate here, in the pass of a layernorm; the other norms take an active gate.
+        """
         if self.norm == "layernorm":
-            x = self._layer_norm(x)
-            return self._add_bias(self._matmul(x if gate is None else x * gate))
+            return self._add_bias(self._matmul(self._layer_norm(x, gate, gate_activation)))
+        assert gate_activation == "none", gate_activation
         weight = local(self.norm_weight) if self.norm == "rmsnorm" else None
         return self._normed_matmul(gated_squares(x, gate, weight))
 
@@ -224,13 +229,14 @@ class NormedRowParallelLinear(RowParallelLinear):
         y = self._matmul(parts.product)
         return self._add_bias((torch.rsqrt(total / self.in_features + self.eps)[..., None] * y).to(y.dtype))
 
-    def _layer_norm(self, x: Tensor) -> Tensor:
+    def _layer_norm(self, x: Tensor, gate: Tensor | None, activation: GateActivation) -> Tensor:
+        weight, bias = local(self.norm_weight), local(self.norm_bias)
+        if self.tp.size == 1:
+            return gated_layer_norm(x, gate, weight, bias, eps=self.eps, gate_activation=activation)
         wide = x.to(compute_dtype(x))
         sums = self.tp.all_reduce_both(torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1))  # [B, T, 2]
-        mean, square = (sums / self.in_features)[..., None].unbind(-2)  # [B, T, 1]
-        deviation = torch.rsqrt((square - mean.square()).clamp(min=0.0) + self.eps)
-        weight, bias = local(self.norm_weight).to(wide.dtype), local(self.norm_bias).to(wide.dtype)
-        return ((wide - mean) * deviation * weight + bias).to(x.dtype)
+        y = layer_norm_of_moments(wide, sums / self.in_features, weight, bias, eps=self.eps).to(x.dtype)
+        return apply_gate(y, gate, activation)
 
 
 class GroupNormedRowParallelLinear(RowParallelLinear):

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from megalin.ops.dispatch import backend as backends
+from megalin.ops.norms.gated_layer_norm import gated_layer_norm, gated_layer_norm_reference
 from megalin.ops.norms.gated_squares import gated_squares, gated_squares_reference
+from megalin.ops.norms.layer_norm import (
+    MAX_WIDTH,
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
 from megalin.ops.norms.max_norm import encoded_max_norm, encoded_max_norm_reference, max_norm, max_norm_reference
 from megalin.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from megalin.ops.norms.srmsnorm import srmsnorm, srmsnorm_reference
@@ -121,6 +129,53 @@ def test_weighted_and_gated_rows_are_as_good_as_the_reference(dtype):
             lambda x, weight: [rms_norm_reference(x, weight, eps=1e-6)],
             inputs,
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(dtype, width) for dtype in WIDTHS for width in WIDTHS[dtype] if width <= MAX_WIDTH]
+)
+@pytest.mark.parametrize("rows", [1, ROWS, 1000])
+def test_layer_norms_of_every_width_are_as_good_as_the_reference(dtype, width, rows):
+    sizes = {"x": (rows, width), "addend": (rows, width), "weight": (width,), "bias": (width,)}
+    inputs = {name: torch.randn(*size, device="cuda").to(dtype) for name, size in sizes.items()}
+    kernel = lambda **x: add_layer_norm(**x, eps=1e-6, backend="triton")  # noqa: E731
+    assert_as_good_as_the_reference(kernel, lambda **x: add_layer_norm_reference(**x, eps=1e-6), inputs)
+    first, second = outputs_and_gradients(kernel, inputs), outputs_and_gradients(kernel, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for activation in ("none", "sigmoid"):
+        options = {"eps": 1e-6, "gate_activation": activation}
+        assert_as_good_as_the_reference(
+            lambda addend, o=options, **x: [gated_layer_norm(gate=addend, **x, **o, backend="triton")],
+            lambda addend, o=options, **x: [gated_layer_norm_reference(gate=addend, **x, **o)],
+            inputs,
+        )
+    del inputs["addend"]
+    assert_as_good_as_the_reference(
+        lambda **x: add_layer_norm(addend=None, **x, eps=1e-6, backend="triton"),
+        lambda **x: add_layer_norm_reference(addend=None, **x, eps=1e-6),
+        inputs,
+    )
+    assert_as_good_as_the_reference(
+        lambda **x: [layer_norm(**x, eps=1e-6, backend="triton")],
+        lambda **x: [layer_norm_reference(**x, eps=1e-6)],
+        inputs,
+    )
+
+
+def test_layer_norms_of_a_compiled_block_take_the_kernel():
+    sizes = {"x": (2, 96, 256), "y": (2, 96, 256), "weight": (256,), "bias": (256,)}
+    inputs = {name: torch.randn(*size, device="cuda") for name, size in sizes.items()}
+
+    def block(x, y, weight, bias, backend="auto"):
+        first = add_layer_norm(x, None, weight, bias, eps=1e-6, backend=backend)
+        second = add_layer_norm(first.total, first.normed.tanh() * y, weight, bias, eps=1e-6, backend=backend)
+        return [second.total + layer_norm(second.normed, weight, bias, eps=1e-6, backend=backend)]
+
+    found = outputs_and_gradients(torch.compile(block, fullgraph=True), inputs)
+    assert backends.used()["add_layer_norm"].backend == "triton"
+    expected = outputs_and_gradients(functools.partial(block, backend="reference"), inputs)
+    for name, truth in expected.items():
+        assert (found[name] - truth).norm() <= 1e-5 * truth.norm(), name
 
 
 def test_blocks_compile_whole_with_the_kernels_and_without():

@@ -10,6 +10,8 @@ from triton.runtime.errors import InterpreterError
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.gates.low_rank_gate import low_rank_gate
+from megalin.ops.norms.gated_layer_norm import gated_layer_norm
+from megalin.ops.norms.layer_norm import add_layer_norm
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.skip_gated_squares import skip_gated_squares
 from megalin.ops.positions.encodings import rope
@@ -100,6 +102,9 @@ def test_passes_over_rows(length, dtype):
     run(skip_gate, projection, skip, *vectors)
     run(lambda x: [gated_product(x, activation="silu")], projection)
     run(lambda x, w: [rms_norm(x, w, eps=1e-5)], skip, draw(WIDTH, dtype=dtype))
+    sum_and_vectors = [draw(*shape, dtype=dtype) for shape in (skip.shape, skip.shape, (WIDTH,), (WIDTH,))]
+    run(lambda *x: add_layer_norm(*x, eps=1e-5), *sum_and_vectors)
+    run(lambda *x: [gated_layer_norm(*x, eps=1e-5, gate_activation="sigmoid")], *sum_and_vectors)
     heads = projection.detach().unflatten(-1, (-1, KEYS + 2)).requires_grad_()
     run(lambda x: [rope(x, torch.arange(length))], heads)
 

@@ -17,11 +17,14 @@ STEP |= {"positions": torch.int64, "form": "rotation", "unnormed": 40}
 LINEAR = {"rows": 2, "N": 40, "K": 300, "sums": 0, "width": 1, "x": BF16}
 CASES = {
     "adamw_update": {"compute": BF16},
+    "add_layer_norm": ROWS | {"addend": BF16, "bias": BF16},
+    "layer_norm": ROWS | {"bias": BF16},
     "rms_norm": ROWS,
     "srmsnorm": ROWS,
     "gated_squares": ROWS | {"gate_first": True},
     "skip_gated_squares": ROWS | {"skip": BF16, "factor": FP32},
     "max_norm": ROWS | {"scaled": False, "heads": 2},
+    "gated_layer_norm": ROWS | {"bias": BF16, "gate_activation": "sigmoid"},
     "gated_product": {"W": 600, "gate_value": BF16, "activation": "silu"},
     "low_rank_gate": {"D": 40, "L": 12, "x": BF16, "code": BF16, "weight": BF16, "bias": BF16},
     "forget_gates": {"D": 40, "logit": BF16},
@@ -39,7 +42,9 @@ CASES = {
 }
 MORE = {
     "adamw_update": {"compute": FP32},
+    "add_layer_norm": ROWS | {"addend": None, "bias": BF16},
     "max_norm": ROWS | {"scaled": True, "heads": 0},
+    "gated_layer_norm": ROWS | {"bias": BF16, "gate": None, "gate_activation": "none"},
     "gated_squares": {"D": 300, "x": FP32, "weight": None, "gate": None, "gate_first": False},
     "silu_lrpe": CASES["silu_lrpe"] | {"form": None},
     "decode_linear": LINEAR | {"form": "add", "rows": 5, "sums": 3, "width": 120},
@@ -64,6 +69,8 @@ def test_every_op_with_a_triton_kernel_has_a_case():
     [
         ("rms_norm", "output 0", ("forward_kernel", "y_ptr", 256)),
         ("rms_norm", "gradient 0", ("backward_kernel", "dx_ptr", 256)),
+        ("add_layer_norm", "output 1", ("forward_kernel", "total_ptr", 256)),
+        ("layer_norm", "gradient 0", ("backward_kernel", "dx_ptr", 256)),
         ("srmsnorm", "gradient 0", ("backward_kernel", "dx_ptr", 256)),
         ("gated_product", "output 0", ("forward_kernel", "product_ptr", 256)),
         ("linear_cross_entropy", "gradient 0", ("gradient_kernel", "logits_ptr", 2048)),

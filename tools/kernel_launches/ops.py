@@ -10,6 +10,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "forget_gates": ("gates.forget_gates",),
     "gated_product": ("gates.gated_product", "quantized_gated_product"),
     "gated_squares": ("norms.gated_squares",),
+    "layer_norm": ("norms.layer_norm",),
     "linear_cross_entropy": ("cross_entropy",),
     "low_rank_gate": ("gates.low_rank_gate",),
     "lrpe_states": ("positions.lrpe_states",),

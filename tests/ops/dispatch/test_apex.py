@@ -80,7 +80,8 @@ def test_apex_that_does_not_agree_is_refused(installed, replace, reason):
 
 def test_absence_changes_no_choice_but_its_reason(monkeypatch):
     monkeypatch.setattr(backend, "_missing", lambda name, device: "")
-    monkeypatch.setitem(backend._kernels, "rms_norm", backend._kernels["rms_norm"]._replace(order=("triton", "apex")))
+    for op, order in (("rms_norm", ("triton", "apex")), ("layer_norm", ("apex",))):
+        monkeypatch.setitem(backend._kernels, op, backend._kernels[op]._replace(order=order))
     with backend.assume_kernels():
         assert backend.choose("rms_norm", "auto", "cpu") == "triton"
         assert backend.choose("layer_norm", "auto", "cpu") == "reference"
