@@ -30,8 +30,8 @@ LENGTH = 8192
 BENCHMARK = Path(__file__).with_name("benchmark_train.py")
 
 
-class Preset(NamedTuple):
-    """A preset of the page."""
+class PageModel(NamedTuple):
+    """A preset, and how the page measures it."""
 
     name: str
     baseline: str = ""
@@ -43,18 +43,18 @@ class Preset(NamedTuple):
 
 _RMSNORM = tuple(f"model.{place}norm=rmsnorm" for place in ("", "layers.0.sublayers.0.", "layers.0.sublayers.1."))
 PRESETS = (
-    Preset("gla-1.3b", "fla"),
-    Preset("rodimus_plus-1.6b"),
-    Preset("rodimus-1.3b", "fla"),
-    Preset("mamba2-1b", "fla"),
-    Preset("retnet-1.3b", "fla"),
-    Preset("hgrn2-1b", "fla"),
-    Preset("llama-1b", "transformers", _RMSNORM, "llama-1b, RMSNorm"),
-    Preset("cosformer2-1b", "fla"),
-    Preset("tnl-1b", "fla"),
-    Preset("llama-1b", label="llama-1b, LayerNorm"),
-    Preset("transnormerllm-1b"),
-    Preset(
+    PageModel("gla-1.3b", "fla"),
+    PageModel("rodimus_plus-1.6b"),
+    PageModel("rodimus-1.3b", "fla"),
+    PageModel("mamba2-1b", "fla"),
+    PageModel("retnet-1.3b", "fla"),
+    PageModel("hgrn2-1b", "fla"),
+    PageModel("llama-1b", "transformers", _RMSNORM, "llama-1b, RMSNorm"),
+    PageModel("cosformer2-1b", "fla"),
+    PageModel("tnl-1b", "fla"),
+    PageModel("llama-1b", label="llama-1b, LayerNorm"),
+    PageModel("transnormerllm-1b"),
+    PageModel(
         "danet-large", "", ("train.micro_batch_size=64", "data.sequence_length=512"), "danet-large, 64 x 512 tokens"
     ),
 )
@@ -64,7 +64,7 @@ PRESETS = (
 class Measured(NamedTuple):
     """Results of a preset: the last JSON line of each process, empty without one."""
 
-    preset: Preset
+    preset: PageModel
     trained: dict[str, Any]
     bounds: dict[str, Any]
 
@@ -96,7 +96,7 @@ class Runner:
         print(f"GPU {self._gpu}: {name}: {code} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         return last_json(output.read_text(errors="replace"))
 
-    def measure(self, preset: Preset, arguments: argparse.Namespace) -> Measured:
+    def measure(self, preset: PageModel, arguments: argparse.Namespace) -> Measured:
         """Runs both processes of a preset."""
         batch = (f"train.micro_batch_size={arguments.batch}", f"data.sequence_length={LENGTH}")
         sizes = preset.overrides if "danet" in preset.name else (*batch, *preset.overrides)
@@ -120,7 +120,7 @@ def last_json(text: str) -> dict[str, Any]:
     return {}
 
 
-def measure_all(presets: Sequence[Preset], gpus: Sequence[str], arguments: argparse.Namespace) -> list[Measured]:
+def measure_all(presets: Sequence[PageModel], gpus: Sequence[str], arguments: argparse.Namespace) -> list[Measured]:
     """Measures the presets on the GPUs, each by its own thread; in the order of `presets`."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(presets)):
