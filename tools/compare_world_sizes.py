@@ -71,7 +71,7 @@ def _sha256(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-class Part(NamedTuple):
+class PartOfRun(NamedTuple):
     """A part of a run on one rank."""
 
     digests: Digests
@@ -79,16 +79,16 @@ class Part(NamedTuple):
     """CPU time of this rank, without that of the digests."""
 
 
-def train_part(config: Path, folder: Path, overrides: Sequence[str]) -> Part:
+def train_part(config: Path, folder: Path, overrides: Sequence[str]) -> PartOfRun:
     """Trains in the process group of this process."""
     run, hook = load_run_config(config, list(overrides)), WeightDigests()
     check_launch(run, torch.distributed.get_world_size())
     started = time.process_time()
     train(run, torch.device("cpu"), folder, hooks=[hook])
-    return Part(hook.digests, time.process_time() - started - hook.cpu_seconds)
+    return PartOfRun(hook.digests, time.process_time() - started - hook.cpu_seconds)
 
 
-class Trained(NamedTuple):
+class TrainedRun(NamedTuple):
     """A run from its first step to its last."""
 
     lines: dict[int, tuple[float, float]]
@@ -98,7 +98,7 @@ class Trained(NamedTuple):
     """CPU time of all ranks, without that of the digests."""
 
 
-def train_on(config: Path, folder: Path, ranks: Sequence[int], overrides: Sequence[str]) -> Trained:
+def train_on(config: Path, folder: Path, ranks: Sequence[int], overrides: Sequence[str]) -> TrainedRun:
     """Trains on each number of ranks in turn for an equal number of steps.
 
     Raises:
@@ -117,14 +117,19 @@ def train_on(config: Path, folder: Path, ranks: Sequence[int], overrides: Sequen
     seconds = 0.0
     for number, world_size in enumerate(ranks, start=1):
         stop = [*overrides, f"train.stop_after_steps={number * steps}"]
-        parts: list[Part] = run_ranks(world_size, train_part, config, folder, stop, timeout=None)
+        parts: list[PartOfRun] = run_ranks(world_size, train_part, config, folder, stop, timeout=None)
         digests |= parts[0].digests
         seconds += sum(part.cpu_seconds for part in parts)
-    metrics = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return Trained({line["step"]: (line["loss"], line["grad_norm"]) for line in metrics}, digests, seconds)
+    return TrainedRun(read_metrics(folder), digests, seconds)
 
 
-class Comparison(NamedTuple):
+def read_metrics(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each step of a run folder."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
+
+
+class BitComparison(NamedTuple):
     """Steps of two runs with the same bits, of all."""
 
     steps: int
@@ -147,11 +152,11 @@ class Comparison(NamedTuple):
         )
 
 
-def compare(first: Trained, second: Trained) -> Comparison:
+def compare(first: TrainedRun, second: TrainedRun) -> BitComparison:
     """Compares every step of two runs of the same length."""
     steps = sorted(first.lines)
     assert steps == sorted(second.lines) == sorted(first.digests) == sorted(second.digests), "steps are missing"
-    return Comparison(
+    return BitComparison(
         len(steps),
         sum(first.lines[step][0] == second.lines[step][0] for step in steps),
         sum(first.lines[step][1] == second.lines[step][1] for step in steps),

@@ -37,7 +37,7 @@ def tree_problems(config: RunConfig) -> list[str]:
             f"ranks has; use parallel.zero = 0 or 1 without shard, {_OTHERWISE}"
         )
     elif parallel.zero not in (0, 1):
-        value = "left out, which is stage 3," if parallel.zero is None else f"= {parallel.zero}"
+        value = "left out, which is stage 3," if parallel.zero is None else f"= {parallel.zero},"
         problems.append(
             f"{_TREE} with parallel.zero {value} but the gradient of a micro-batch is added whole; use zero = 0 or 1, "
             f"{_OTHERWISE}"
