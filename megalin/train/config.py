@@ -57,7 +57,7 @@ class TrainConfig(Config):
     on the number of ranks. tree: a fixed binary tree over the step's micro-batches, so that losses, gradient norms and
     weights have the same bits on 1, 2, 4, ... ranks, also of a run that resumes on another number. Needs a power of two
     of micro-batches a step, data parallelism alone with parallel.zero = 0 or 1, the fsdp2 engine, on CPUs
-    OMP_NUM_THREADS=1, and memory for log2(micro-batches a rank) + 4 whole gradients in fp32; no CUDA graphs."""
+    OMP_NUM_THREADS=1, and memory for log2(micro-batches a rank) + 3 whole gradients in fp32; no CUDA graphs."""
     loss_scale: LossScaleConfig | None = None
     """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
