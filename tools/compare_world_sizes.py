@@ -1,6 +1,6 @@
 """Compares a run on one CPU rank with the same run on a number of ranks that changes on the way, bit by bit.
 
-python tools/compare_world_sizes.py CONFIG --folder FOLDER --ranks 1 2 4 1 train.reduction=tree parallel.zero=1
+python tools/compare_world_sizes.py CONFIG --folder FOLDER --ranks 1,2,4,1 train.reduction=tree parallel.zero=1
 
 Trains CONFIG with the overrides twice: in FOLDER/one on one rank, and in FOLDER/several on the given numbers of gloo
 ranks one after the other, each for an equal number of steps, from the checkpoint of the one before. Prints in how many
@@ -98,21 +98,23 @@ class TrainedRun(NamedTuple):
     """CPU time of all ranks, without that of the digests."""
 
 
-def train_on(config: Path, folder: Path, ranks: Sequence[int], overrides: Sequence[str]) -> TrainedRun:
-    """Trains on each number of ranks in turn for an equal number of steps.
-
-    Raises:
-        ConfigError: as `megalin train`, or the numbers of ranks do not divide the steps.
-    """
+def check_ranks(config: Path, ranks: Sequence[int], overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a run that `megalin train` refuses on one of the numbers of ranks, or whose steps they do
+    not divide."""
     run = load_run_config(config, list(overrides))
     for world_size in ranks:
         check_launch(run, world_size)
     steps, rest = divmod(run.train.steps, len(ranks))
     if rest:
         raise ConfigError(
-            f"train.steps = {run.train.steps} are not divisible by the {len(ranks)} numbers of --ranks; use "
-            f"{steps * len(ranks) or len(ranks)}"
+            f"train.steps = {run.train.steps} is not divisible by the {len(ranks)} numbers of --ranks; use "
+            f"{max(steps, 1) * len(ranks)}"
         )
+
+
+def train_on(config: Path, folder: Path, ranks: Sequence[int], overrides: Sequence[str]) -> TrainedRun:
+    """Trains on each number of ranks in turn for an equal number of steps, which `check_ranks` found to fit."""
+    steps = load_run_config(config, list(overrides)).train.steps // len(ranks)
     digests: Digests = {}
     seconds = 0.0
     for number, world_size in enumerate(ranks, start=1):
@@ -171,14 +173,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="a config file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of its keys")
     parser.add_argument("--folder", type=Path, required=True, help="new folder for both runs")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 1], help="numbers of ranks (1 2 4 1)")
+    parser.add_argument("--ranks", type=_numbers, default=[1, 2, 4, 1], help="numbers of ranks (1,2,4,1)")
     args = parser.parse_intermixed_args(arguments)
     return exit_code(lambda: _run(args))
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of ranks; argparse reports the ValueError of another text."""
+    return [int(number) for number in text.split(",")]
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.folder.exists():
         raise ConfigError(f"--folder {args.folder} exists; give a new one")
+    check_ranks(args.config, args.ranks, args.overrides)
     one = train_on(args.config, args.folder / "one", [1] * len(args.ranks), args.overrides)
     several = train_on(args.config, args.folder / "several", args.ranks, args.overrides)
     found = compare(one, several)
