@@ -1,11 +1,13 @@
 """Gloo ranks for multi-rank tests, forked from a process that has already imported the common modules."""
 
+import pkgutil
 import re
 import warnings
 from functools import partial
 from typing import Any
 
 from megalin.errors import RankFailedError
+from megalin.layers import mixers
 from megalin.parallel import ranks
 
 __all__ = ["RankFailedError", "run_ranks"]
@@ -23,6 +25,15 @@ _run_ranks = partial(
         "megalin.verify.run",
         "tests.cases",
         "tests.encoder_cases",
+        # The modules of layers and ops that models import when they are built.
+        *(module.name for module in pkgutil.iter_modules(mixers.__path__, f"{mixers.__name__}.")),
+        "megalin.layers.lrpe_segments",
+        "pydantic.type_adapter",
+        "rich._emoji_codes",
+        "torch.profiler._cupti_monitor",
+        "tests.model_runs",
+        "tests.numerics",
+        "tests.parallel.on_ranks",
     ),
 )
 
