@@ -13,29 +13,33 @@ from megalin.parallel import ranks
 __all__ = ["RankFailedError", "run_ranks"]
 
 # None of these imports a Triton kernel of megalin, which would fix whether kernels are interpreted.
-_run_ranks = partial(
-    ranks.run_ranks,
-    preload=(
-        "tests.rare_collections",
-        "pytest",
-        "matplotlib.backends.backend_agg",
-        "matplotlib.figure",
-        "torch._inductor.compile_fx",
-        "megalin.train.loop",
-        "megalin.verify.run",
-        "tests.cases",
-        "tests.encoder_cases",
-        # The modules of layers and ops that models import when they are built.
-        *(module.name for module in pkgutil.iter_modules(mixers.__path__, f"{mixers.__name__}.")),
-        "megalin.layers.lrpe_segments",
-        "pydantic.type_adapter",
-        "rich._emoji_codes",
-        "torch.profiler._cupti_monitor",
-        "tests.model_runs",
-        "tests.numerics",
-        "tests.parallel.on_ranks",
-    ),
+_PRELOAD = (
+    "tests.rare_collections",
+    "pytest",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "torch._inductor.compile_fx",
+    "megalin.train.loop",
+    "megalin.verify.run",
+    "tests.cases",
+    "tests.encoder_cases",
+    # The modules of layers and ops that models import when they are built.
+    *(module.name for module in pkgutil.iter_modules(mixers.__path__, f"{mixers.__name__}.")),
+    "megalin.layers.lrpe_segments",
+    "pydantic.type_adapter",
+    "rich._emoji_codes",
+    "torch.profiler._cupti_monitor",
+    "tests.model_runs",
+    "tests.numerics",
+    "tests.parallel.on_ranks",
 )
+_run_ranks = partial(ranks.run_ranks, preload=_PRELOAD)
+
+
+def fork_context() -> Any:
+    """The multiprocessing context whose processes are forked where ranks are: for processes without a process group."""
+    ranks._context.set_forkserver_preload([*ranks._PRELOAD, *_PRELOAD])
+    return ranks._context
 
 
 def run_ranks(world_size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
