@@ -32,6 +32,12 @@ _PRELOAD = (
     "tests.model_runs",
     "tests.numerics",
     "tests.parallel.on_ranks",
+    # Read by the commands of tools/faults.py, some of them without the rights to Python's files.
+    "encodings.ascii",
+    "encodings.idna",
+    "megalin.__main__",
+    "megalin.commands.train",
+    "megalin.data.tokenizers.tokenizer",
 )
 _run_ranks = partial(ranks.run_ranks, preload=_PRELOAD)
 
