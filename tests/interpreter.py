@@ -217,51 +217,55 @@ COMPARISONS = {
 }
 
 
+def _made(data, dtype, kind):
+    """A tensor of a type."""
+    result, value = object.__new__(tl.core.tensor), object.__new__(interpreter.TensorHandle)
+    value.data, value.dtype, value.attr = data, dtype, {}
+    tl.core.tensor.__init__(result, value, kind)
+    return result
+
+
+def _constant(semantic, x, dtype):
+    """The number as a tensor of a dtype that it does not promote; None if there is none."""
+    if dtype.name not in PLAIN or (type(x) is not int and (type(x) is not float or dtype.name[0] == "i")):
+        return None
+    return semantic.scalar_constant(x, dtype) if dtype.name[0] == "f" or -(2**31) <= x < 2**31 else None
+
+
+def _operands(semantic, left, right):
+    """Both as tensors of one dtype; None if the interpreter is needed."""
+    tensor = tl.core.tensor
+    if type(left) is not tensor:
+        left = _constant(semantic, left, right.dtype) if type(right) is tensor else None
+    elif type(right) is not tensor:
+        right = _constant(semantic, right, left.dtype)
+    if left is None or right is None or left.dtype.name != right.dtype.name or left.dtype.name not in PLAIN:
+        return None
+    return left, right
+
+
+def _kind_of(left, right, data):
+    """The type of a result from the operands' shapes; None if their numbers of dimensions differ."""
+    if not right.type.is_block() or (left.type.is_block() and data.shape == left.handle.data.shape):
+        return left.type
+    if not left.type.is_block():
+        return right.type.with_element_ty(left.dtype)
+    return tl.core.block_type(left.dtype, list(data.shape)) if len(left.shape) == len(right.shape) else None
+
+
 def _shortcut_operators() -> None:
     """Computes arithmetic and comparisons of operands of one dtype of PLAIN, and of those with a number, by one call of
     numpy, which broadcasts them as the interpreter does: their types need no promotion, and no operand is copied."""
     core, semantic = tl.core, interpreter.TritonSemantic
-    tensor, handle = core.tensor, interpreter.TensorHandle
-
-    def made(data, dtype, kind):
-        """A tensor of a type."""
-        result, value = object.__new__(tensor), object.__new__(handle)
-        value.data, value.dtype, value.attr = data, dtype, {}
-        tensor.__init__(result, value, kind)
-        return result
-
-    def constant(self, x, dtype):
-        """The number as a tensor of a dtype that it does not promote; None if there is none."""
-        if dtype.name not in PLAIN or (type(x) is not int and (type(x) is not float or dtype.name[0] == "i")):
-            return None
-        return self.scalar_constant(x, dtype) if dtype.name[0] == "f" or -(2**31) <= x < 2**31 else None
-
-    def operands(self, left, right):
-        """Both as tensors of one dtype; None if the interpreter is needed."""
-        if type(left) is not tensor:
-            left = constant(self, left, right.dtype) if type(right) is tensor else None
-        elif type(right) is not tensor:
-            right = constant(self, right, left.dtype)
-        if left is None or right is None or left.dtype.name != right.dtype.name or left.dtype.name not in PLAIN:
-            return None
-        return left, right
-
-    def kind_of(left, right, data):
-        """The type of a result from the operands' shapes; None if their numbers of dimensions differ."""
-        if not right.type.is_block() or (left.type.is_block() and data.shape == left.handle.data.shape):
-            return left.type
-        if not left.type.is_block():
-            return right.type.with_element_ty(left.dtype)
-        return core.block_type(left.dtype, list(data.shape)) if len(left.shape) == len(right.shape) else None
 
     def arithmetic(name, function):
         original = getattr(semantic, name)
 
         def operator(self, left, right, sanitize_overflow):
-            if (pair := operands(self, left, right)) is not None:
+            if (pair := _operands(self, left, right)) is not None:
                 data = function(pair[0].handle.data, pair[1].handle.data)
-                if (kind := kind_of(*pair, data)) is not None:
-                    return made(data, pair[0].handle.dtype.scalar, kind)
+                if (kind := _kind_of(*pair, data)) is not None:
+                    return _made(data, pair[0].handle.dtype.scalar, kind)
             return original(self, left, right, sanitize_overflow)
 
         return operator
@@ -270,11 +274,11 @@ def _shortcut_operators() -> None:
         original = getattr(semantic, name)
 
         def operator(self, left, right):
-            if (pair := operands(self, left, right)) is not None:
+            if (pair := _operands(self, left, right)) is not None:
                 data = function(pair[0].handle.data, pair[1].handle.data)
-                if (kind := kind_of(*pair, data)) is not None:
+                if (kind := _kind_of(*pair, data)) is not None:
                     kind = kind.with_element_ty(core.int1) if kind.is_block() else core.int1
-                    return made(data, pair[0].handle.dtype.scalar, kind)
+                    return _made(data, pair[0].handle.dtype.scalar, kind)
             return original(self, left, right)
 
         return operator
@@ -283,10 +287,15 @@ def _shortcut_operators() -> None:
         """`add` with a shortcut for a pointer and signed offsets."""
 
         def operator(self, left, right, sanitize_overflow):
-            if type(left) is tensor and left.dtype.is_ptr() and type(right) is tensor and right.dtype.name in OFFSETS:
+            if (
+                type(left) is core.tensor
+                and left.dtype.is_ptr()
+                and type(right) is core.tensor
+                and right.dtype.name in OFFSETS
+            ):
                 value = self.builder.create_addptr(left.handle, right.handle)
-                if (kind := kind_of(left, right, value.data)) is not None:
-                    return tensor(value, kind)
+                if (kind := _kind_of(left, right, value.data)) is not None:
+                    return core.tensor(value, kind)
             return add(self, left, right, sanitize_overflow)
 
         return operator
