@@ -25,14 +25,9 @@ def leaf_order(count: int) -> list[int]:
 
     0, 2, 1, 3 of four: 0 + 2, then 1 + 3, then both sums.
     """
-    assert is_power_of_two(count), count
+    assert count.bit_count() == 1, count
     bits = count.bit_length() - 1
     return [int(f"{number:0{bits}b}"[::-1], 2) if bits else 0 for number in range(count)]
-
-
-def is_power_of_two(count: int) -> bool:
-    """Whether `count` is 1, 2, 4, 8 and so on."""
-    return count > 0 and count & (count - 1) == 0
 
 
 class TreeSum:
@@ -66,7 +61,7 @@ def fold(x: Tensor, dim: int = 0) -> Tensor:
     Additions of whole tensors, so the bits do not depend on the other dimensions, as those of `Tensor.sum` do.
     """
     size = x.shape[dim]
-    assert is_power_of_two(size), x.shape
+    assert size.bit_count() == 1, x.shape
     while size > 1:
         size //= 2
         x = x.narrow(dim, 0, size) + x.narrow(dim, size, size)

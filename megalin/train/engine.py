@@ -29,11 +29,10 @@ from megalin.train.float8 import check_float8_device, float8_settings, report_ma
 from megalin.train.graph_choice import automatic_obstacle
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
-from megalin.train.reduction import check_tree_threads
 from megalin.train.spikes import SPIKES_PREFIX, SpikeGuard, make_spike_guard
 from megalin.train.step import LaunchedStep, PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
-from megalin.train.tree_gradients import accumulate_by_tree
+from megalin.train.tree_gradients import accumulate_by_tree, check_tree_threads
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
 
 FillWeights = Callable[[Mapping[str, Tensor]], Collection[str]]

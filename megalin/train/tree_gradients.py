@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalin.data.batch import AnyBatch
+from megalin.errors import ConfigError
 from megalin.model.build import Model
 from megalin.parallel.collectives import wait_tensor
 from megalin.parallel.data_parallel import prepare_backward, set_gradients, take_gradients
@@ -22,6 +23,17 @@ from megalin.parallel.tree_reduction import (
     sum_of_losses,
     sum_over_ranks,
 )
+from megalin.train.reduction import OTHERWISE, TREE
+
+
+def check_tree_threads(device: torch.device) -> None:
+    """Raises ConfigError for a CPU device on which this process computes in several threads: torch divides sums and
+    matmuls by their number, and a rank of many has another number than a rank alone."""
+    if device.type == "cpu" and (threads := torch.get_num_threads()) != 1:
+        raise ConfigError(
+            f"{TREE} with {threads} CPU threads a rank, on whose number the bits of a matmul depend; set "
+            f"OMP_NUM_THREADS=1, {OTHERWISE}"
+        )
 
 
 class TreeStep(NamedTuple):

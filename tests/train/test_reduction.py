@@ -14,9 +14,8 @@ from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import load_run_config
 from megalin.train.launch_checks import check_launch
-from megalin.train.reduction import check_tree_threads
 from megalin.train.step import accumulate_gradients
-from megalin.train.tree_gradients import accumulate_by_tree
+from megalin.train.tree_gradients import accumulate_by_tree, check_tree_threads
 from tests.model_runs import CPU, DROPOUT, write_config
 from tests.numerics import assert_close
 from tests.ranks import run_ranks
