@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -37,8 +38,15 @@ class PageModel(NamedTuple):
     baseline: str = ""
     """Library with a model of this family."""
     overrides: tuple[str, ...] = ()
-    """In place of the batch of the others."""
-    label: str = ""
+    note: str = ""
+    """Variant of the preset, for the table."""
+    batch: tuple[str, ...] = ()
+    """Overrides of another batch than that of --batch."""
+
+    @property
+    def label(self) -> str:
+        """Its name in the table."""
+        return f"{self.name}, {self.note}" if self.note else self.name
 
 
 _RMSNORM = tuple(f"model.{place}norm=rmsnorm" for place in ("", "layers.0.sublayers.0.", "layers.0.sublayers.1."))
@@ -49,14 +57,12 @@ PRESETS = (
     PageModel("mamba2-1b", "fla"),
     PageModel("retnet-1.3b", "fla"),
     PageModel("hgrn2-1b", "fla"),
-    PageModel("llama-1b", "transformers", _RMSNORM, "llama-1b, RMSNorm"),
+    PageModel("llama-1b", "transformers", _RMSNORM, "RMSNorm"),
     PageModel("cosformer2-1b", "fla"),
     PageModel("tnl-1b", "fla"),
-    PageModel("llama-1b", label="llama-1b, LayerNorm"),
+    PageModel("llama-1b", note="LayerNorm"),
     PageModel("transnormerllm-1b"),
-    PageModel(
-        "danet-large", "", ("train.micro_batch_size=64", "data.sequence_length=512"), "danet-large, 64 x 512 tokens"
-    ),
+    PageModel("danet-large", note="64 x 512 tokens", batch=("train.micro_batch_size=64", "data.sequence_length=512")),
 )
 """The longest runs first."""
 
@@ -67,10 +73,6 @@ class Measured(NamedTuple):
     preset: PageModel
     trained: dict[str, Any]
     bounds: dict[str, Any]
-
-    @property
-    def label(self) -> str:
-        return self.preset.label or self.preset.name
 
 
 class Runner:
@@ -98,14 +100,14 @@ class Runner:
 
     def measure(self, preset: PageModel, arguments: argparse.Namespace) -> Measured:
         """Runs both processes of a preset."""
-        batch = (f"train.micro_batch_size={arguments.batch}", f"data.sequence_length={LENGTH}")
-        sizes = preset.overrides if "danet" in preset.name else (*batch, *preset.overrides)
-        command = [sys.executable, str(BENCHMARK), preset.name, *sizes, "train.compile=true", *arguments.overrides]
+        batch = preset.batch or (f"train.micro_batch_size={arguments.batch}", f"data.sequence_length={LENGTH}")
+        settings = (*batch, *preset.overrides, "train.compile=true", *arguments.overrides)
+        command = [sys.executable, str(BENCHMARK), preset.name, *settings]
         command += ["--warmup", "4", "--steps", str(arguments.steps)]
         eager = [*command, "--roofline"]
         if preset.baseline and not arguments.without_baselines:
             eager += ["--baseline", preset.baseline]
-        file = (preset.label or preset.name).partition(" tokens")[0].replace(", ", "-").replace(" ", "")
+        file = re.sub(r"[^\w.]+", "-", preset.label)
         return Measured(preset, self.last_result(f"{file}-trained", command), self.last_result(f"{file}-bounds", eager))
 
 
@@ -159,9 +161,9 @@ def table(measured: Sequence[Measured]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for each in measured:
-        lines.append(f"| {each.label} | {' | '.join(_step_cells(each))} |")
+        lines.append(f"| {each.preset.label} | {' | '.join(_step_cells(each))} |")
         if baseline := each.bounds.get("baseline"):
-            others.append(f"| {each.label} | {' | '.join(_baseline_cells(each, baseline))} |")
+            others.append(f"| {each.preset.label} | {' | '.join(_baseline_cells(each, baseline))} |")
     return "\n".join([*lines, "", *others, ""])
 
 
@@ -198,7 +200,7 @@ def _baseline_cells(each: Measured, baseline: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     names = sorted({preset.name for preset in PRESETS})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the output; made if it does not exist")
@@ -209,18 +211,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300.0, help="longest time of a process (300)")
     parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (all)")
     parser.add_argument("--without-baselines", action="store_true", help="do not time other libraries")
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(arguments)
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(given: list[str] | None = None) -> int:
+    """Runs the tool; returns 0 if every preset has a result."""
+    arguments = parse_arguments(given)
     gpus = arguments.gpus or _visible_gpus()
     if not gpus:
         print("benchmark_presets: no GPU is visible; run it on a host that has one", file=sys.stderr)
         return 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
     measured = measure_all([each for each in PRESETS if each.name in arguments.presets], gpus, arguments)
-    results = {each.label: {"trained": each.trained, "bounds": each.bounds} for each in measured}
+    results = {each.preset.label: {"trained": each.trained, "bounds": each.bounds} for each in measured}
     (arguments.folder / "steps.json").write_text(json.dumps(results, indent=1) + "\n")
     (arguments.folder / "steps.md").write_text(table(measured))
     print(table(measured))

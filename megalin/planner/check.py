@@ -7,7 +7,6 @@ from typing import Literal
 
 from megalin.errors import ConfigError
 from megalin.layers.config import mixer_types
-from megalin.model.build import make_model
 from megalin.model.config import ModelConfig
 from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import HARDWARE
@@ -65,7 +64,7 @@ def check_memory(
     elif not _is_own(model) or (device == "cpu" and model_states < memory_bytes // _SMALL):
         return None
     else:
-        allowed, sums = int(MARGIN * memory_bytes), _tree_bytes(config, layout)
+        allowed, sums = int(MARGIN * memory_bytes), _tree_bytes(config, estimator, layout)
         memory = _memory(estimator, layout, sums, allowed=allowed, refine=device != "cpu")
         if memory.total <= allowed:
             return memory.total
@@ -112,12 +111,12 @@ def _memory(estimator: Estimator, layout: ParallelLayout, sums: int, *, allowed:
     return memory._replace(gradients=memory.gradients + sums)
 
 
-def _tree_bytes(config: RunConfig, layout: ParallelLayout) -> int:
+def _tree_bytes(config: RunConfig, estimator: Estimator, layout: ParallelLayout) -> int:
     """Whole gradients in fp32 of `train.reduction = "tree"`: sums of a rank's micro-batches, and those of its ranks."""
     if config.train.reduction != "tree":
         return 0
-    parameters = sum(parameter.numel() for parameter in make_model(config.model).parameters())
-    return 4 * parameters * (layout.num_micro_batches.bit_length() + 2)
+    (stage,) = estimator.parameters(layout)
+    return 4 * stage.whole * (layout.num_micro_batches.bit_length() + 2)
 
 
 def _is_own(model: ModelConfig) -> bool:

@@ -1,6 +1,7 @@
 """The benchmark of many presets: a queue over GPUs, the limit of a process, and the tables."""
 
 import argparse
+import json
 import os
 import time
 
@@ -42,7 +43,7 @@ def benchmark(monkeypatch, tmp_path):
 
 
 def _presets(module, *names):
-    return [preset for preset in module.PRESETS if preset.name in names and preset.label != "llama-1b, LayerNorm"]
+    return [preset for preset in module.PRESETS if preset.name in names and preset.note != "LayerNorm"]
 
 
 def test_presets_share_the_gpus_and_make_two_tables(benchmark):
@@ -77,7 +78,21 @@ def test_a_process_beyond_the_limit_is_killed_with_its_children_and_keeps_what_i
     assert gla.bounds["lower_bound_milliseconds"] == 300.0
     assert "baseline" not in gla.bounds
     assert danet.trained == danet.bounds == {}
-    assert module.table([danet]).splitlines()[2] == f"| {danet.label} | - | - | - | - | - | - | - |"
+
+
+def test_a_preset_without_a_result_is_a_row_and_fails_the_tool(benchmark, tmp_path, capsys):
+    module, _ = benchmark
+    page = tmp_path / "page"
+    command = [str(page), "--gpus", "0", "--seconds", "2", "--presets"]
+    assert module.main([*command, "tnl-1b", "danet-large"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[3] == "| danet-large, 64 x 512 tokens | - | - | - | - | - | - | - |"
+    assert (page / "steps.md").read_text() == printed.removesuffix("\n")
+    results = json.loads((page / "steps.json").read_text())
+    assert results["tnl-1b"]["bounds"]["baseline"]["class"] == "HGRN2"
+    assert results["danet-large, 64 x 512 tokens"] == {"trained": {}, "bounds": {}}
+    assert (page / "danet-large-64-x-512-tokens-trained.txt").exists()
+    assert module.main([*command, "tnl-1b"]) == 0
 
 
 def _sleeping():
