@@ -2,7 +2,8 @@
 
 python tools/benchmark_presets.py FOLDER
 python tools/benchmark_presets.py FOLDER --batch 2 --seconds 250 --presets hgrn2-1b danet-large
-python tools/benchmark_presets.py FOLDER --without-baselines train.dtype=float16
+python tools/benchmark_presets.py FOLDER train.dtype=float16 --without-baselines
+python tools/benchmark_presets.py FOLDER --without-baselines gla-1.3b rodimus-1.3b
 
 Each preset runs `benchmark_train` twice on one GPU: as it trains, with CUDA graphs where they apply, and eagerly with
 --roofline and another library's model. A preset goes to the next GPU that is free, the longest first; every GPU has an
@@ -105,7 +106,7 @@ class Runner:
         command = [sys.executable, str(BENCHMARK), preset.name, *settings]
         command += ["--warmup", "4", "--steps", str(arguments.steps)]
         eager = [*command, "--roofline"]
-        if preset.baseline and not arguments.without_baselines:
+        if preset.baseline and preset.name not in arguments.without_baselines:
             eager += ["--baseline", preset.baseline]
         file = re.sub(r"[^\w.]+", "-", preset.label)
         return Measured(preset, self.last_result(f"{file}-trained", command), self.last_result(f"{file}-bounds", eager))
@@ -210,8 +211,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="timed steps (12)")
     parser.add_argument("--seconds", type=float, default=300.0, help="longest time of a process (300)")
     parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (all)")
-    parser.add_argument("--without-baselines", action="store_true", help="do not time other libraries")
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument(
+        "--without-baselines", nargs="*", choices=names, metavar="NAME", help="no other library for these (for all)"
+    )
+    parsed = parser.parse_intermixed_args(arguments)
+    without = parsed.without_baselines
+    parsed.without_baselines = names if without == [] else without or []
+    return parsed
 
 
 def main(given: list[str] | None = None) -> int:

@@ -37,7 +37,7 @@ def benchmark(monkeypatch, tmp_path):
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(benchmark_presets, "BENCHMARK", tmp_path / "fake.py")
     arguments = argparse.Namespace(
-        folder=tmp_path, overrides=["a=b"], batch=2, steps=9, seconds=20.0, without_baselines=False
+        folder=tmp_path, overrides=["a=b"], batch=2, steps=9, seconds=20.0, without_baselines=[]
     )
     return benchmark_presets, arguments
 
@@ -93,6 +93,14 @@ def test_a_preset_without_a_result_is_a_row_and_fails_the_tool(benchmark, tmp_pa
     assert results["danet-large, 64 x 512 tokens"] == {"trained": {}, "bounds": {}}
     assert (page / "danet-large-64-x-512-tokens-trained.txt").exists()
     assert module.main([*command, "tnl-1b"]) == 0
+
+
+@pytest.mark.parametrize("names", [["tnl-1b"], []], ids=["named", "all"])
+def test_baselines_are_left_out(benchmark, tmp_path, names):
+    module, _ = benchmark
+    command = [str(tmp_path), "--gpus", "0", "--presets", "tnl-1b", "--without-baselines", *names]
+    assert module.main(command) == 0
+    assert "baseline" not in json.loads((tmp_path / "steps.json").read_text())["tnl-1b"]["bounds"]
 
 
 def _sleeping():
