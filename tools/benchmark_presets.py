@@ -5,11 +5,11 @@ python tools/benchmark_presets.py FOLDER --batch 2 --seconds 250 --presets hgrn2
 python tools/benchmark_presets.py FOLDER train.dtype=float16 --without-baselines
 python tools/benchmark_presets.py FOLDER --without-baselines gla-1.3b rodimus-1.3b
 
-Each preset runs `benchmark_train` twice on one GPU: as it trains, with CUDA graphs where they apply, and eagerly with
---roofline and another library's model. A preset goes to the next GPU that is free, the longest first; every GPU has an
-equal share of the CPUs. A process that takes longer than --seconds is killed with its children; what it had measured
-counts. FOLDER receives the output of each process, steps.json with every result, and steps.md, which is also printed.
-Exit code 1 if a preset has no result.
+Each preset runs `benchmark_train --roofline` on one GPU: its steps as it trains, with CUDA graphs where they apply,
+eager ones for both bounds, and another library's model. A preset goes to the next GPU that is free, the longest first;
+every GPU has an equal share of the CPUs. A process that takes longer than --seconds is killed with its children; what
+it had measured counts. FOLDER receives the output of each process, steps.json with every result, and steps.md, which is
+also printed. Exit code 1 if a preset has no result.
 """
 
 from __future__ import annotations
@@ -69,11 +69,10 @@ PRESETS = (
 
 
 class Measured(NamedTuple):
-    """Results of a preset: the last JSON line of each process, empty without one."""
+    """Result of a preset: the last JSON line of its process, empty without one."""
 
     preset: PageModel
-    trained: dict[str, Any]
-    bounds: dict[str, Any]
+    result: dict[str, Any]
 
 
 class Runner:
@@ -100,16 +99,14 @@ class Runner:
         return last_json(output.read_text(errors="replace"))
 
     def measure(self, preset: PageModel, arguments: argparse.Namespace) -> Measured:
-        """Runs both processes of a preset."""
+        """Runs the process of a preset."""
         batch = preset.batch or (f"train.micro_batch_size={arguments.batch}", f"data.sequence_length={LENGTH}")
         settings = (*batch, *preset.overrides, "train.compile=true", *arguments.overrides)
         command = [sys.executable, str(BENCHMARK), preset.name, *settings]
-        command += ["--warmup", "4", "--steps", str(arguments.steps)]
-        eager = [*command, "--roofline"]
+        command += ["--warmup", "4", "--steps", str(arguments.steps), "--roofline"]
         if preset.baseline and preset.name not in arguments.without_baselines:
-            eager += ["--baseline", preset.baseline]
-        file = re.sub(r"[^\w.]+", "-", preset.label)
-        return Measured(preset, self.last_result(f"{file}-trained", command), self.last_result(f"{file}-bounds", eager))
+            command += ["--baseline", preset.baseline]
+        return Measured(preset, self.last_result(re.sub(r"[^\w.]+", "-", preset.label), command))
 
 
 def last_json(text: str) -> dict[str, Any]:
@@ -162,37 +159,34 @@ def table(measured: Sequence[Measured]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for each in measured:
-        lines.append(f"| {each.preset.label} | {' | '.join(_step_cells(each))} |")
-        if baseline := each.bounds.get("baseline"):
-            others.append(f"| {each.preset.label} | {' | '.join(_baseline_cells(each, baseline))} |")
+        lines.append(f"| {each.preset.label} | {' | '.join(_step_cells(each.result))} |")
+        if baseline := each.result.get("baseline"):
+            others.append(f"| {each.preset.label} | {' | '.join(_baseline_cells(each.result, baseline))} |")
     return "\n".join([*lines, "", *others, ""])
 
 
-def _step_cells(each: Measured) -> list[str]:
-    step = each.trained.get("step_seconds_median")
-    cells = ["-", "-"]
-    if step is not None:
-        low, high = each.trained["step_seconds_min_max"]
-        graph = ", CUDA graph" if each.trained["cuda_graphs"] else ""
-        cells = [
-            f"{step * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}){graph}",
-            f"{each.trained['tokens_per_second'] / 1e3:.1f}k",
-        ]
-    memory = (each.trained or each.bounds).get("peak_memory_gib")
-    if "lower_bound_milliseconds" not in each.bounds:
-        return [*cells, "-", "-", "-", "-", "-" if memory is None else f"{memory:.1f} GiB"]
-    eager, parts = each.bounds["step_seconds_median"], each.bounds["roofline_parts_milliseconds"]
-    best = min(eager, step or eager) * 1e3
-    bounds = [each.bounds[f"{name}_milliseconds"] for name in ("roofline", "lower_bound")]
-    mixing = f"{parts['mixing']:.1f}, {parts['mixing_at_its_roofline']:.1f} ms"
-    shares = [f"{bound:.1f} ms, {bound / best:.0%}" for bound in bounds]
-    return [*cells, f"{eager * 1e3:.1f} ms", *shares, mixing, f"{memory:.1f} GiB"]
+def _step_cells(result: Mapping[str, Any]) -> list[str]:
+    if not result:
+        return ["-"] * 7
+    step, eager = result["step_seconds_median"] * 1e3, result["eager_step_seconds_median"] * 1e3
+    low, high = result["step_seconds_min_max"]
+    graph = ", CUDA graph" if result["cuda_graphs"] else ""
+    parts = result["roofline_parts_milliseconds"]
+    bounds = [result[f"{name}_milliseconds"] for name in ("roofline", "lower_bound")]
+    return [
+        f"{step:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}){graph}",
+        f"{result['tokens_per_second'] / 1e3:.1f}k",
+        f"{eager:.1f} ms",
+        *(f"{bound:.1f} ms, {bound / min(eager, step):.0%}" for bound in bounds),
+        f"{parts['mixing']:.1f}, {parts['mixing_at_its_roofline']:.1f} ms",
+        f"{result['peak_memory_gib']:.1f} GiB",
+    ]
 
 
-def _baseline_cells(each: Measured, baseline: Mapping[str, Any]) -> list[str]:
+def _baseline_cells(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
     step = baseline["step_seconds_median"]
     slower = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in baseline.get("slower_variants", {}).items())
-    ours = min(row["step_seconds_median"] for row in (each.trained, each.bounds) if row)
+    ours = min(result["step_seconds_median"], result["eager_step_seconds_median"])
     return [
         f"{baseline['library']}'s {baseline['class']}, {baseline.get('variant', 'its scan')}",
         f"{step * 1e3:.1f} ms" + f" ({slower})" * bool(slower),
@@ -229,11 +223,11 @@ def main(given: list[str] | None = None) -> int:
         return 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
     measured = measure_all([each for each in PRESETS if each.name in arguments.presets], gpus, arguments)
-    results = {each.preset.label: {"trained": each.trained, "bounds": each.bounds} for each in measured}
+    results = {each.preset.label: each.result for each in measured}
     (arguments.folder / "steps.json").write_text(json.dumps(results, indent=1) + "\n")
     (arguments.folder / "steps.md").write_text(table(measured))
     print(table(measured))
-    return int(not all(each.trained or each.bounds for each in measured))
+    return int(not all(each.result for each in measured))
 
 
 def _visible_gpus() -> list[str]:

@@ -19,8 +19,8 @@ torchrun --nproc-per-node 4 tools/benchmark_train.py transnormerllm-1b-64k train
 three, and the JSON line has the communication of the second and its exposed part (train_benchmarks/communication.py).
 --device-time runs four more steps, and the JSON line has the fraction of a step in which the device is idle.
 --roofline compares the step with two lower bounds (train_benchmarks/roofline.py): the time of its matmuls, scans and
-memory traffic, and the same with scans and attention at their own roofline. It reads the ops of an eager step, so
-train.cuda_graphs = "auto" is false.
+memory traffic, and the same with scans and attention at their own roofline. It reads the ops of an eager step; where
+the steps were replays of a CUDA graph, eager ones run after them.
 --baseline also times another library's model of the same sizes, in its fastest form (train_benchmarks/baselines.py).
 --simulated-ranks N runs one rank of N on one GPU, with simulated collectives (train_benchmarks/simulated_ranks.py).
 """
@@ -120,12 +120,10 @@ class Ours(NamedTuple):
 
 
 def check_options(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> None:
-    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU, or with an encoder; for
-    --roofline with CUDA graphs, and --device-time without a GPU."""
+    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU; for --baseline with an
+    encoder, and --device-time without a GPU."""
     if arguments.device_time and mesh.device.type != "cuda":
         raise ConfigError("--device-time measures a GPU; leave it out on a CPU")
-    if arguments.roofline and run.train.cuda_graphs is True:
-        raise ConfigError("--roofline reads the ops of an eager step; leave out train.cuda_graphs=true")
     if not (arguments.roofline or arguments.baseline):
         return
     if run.train.engine != "fsdp2":
@@ -145,8 +143,11 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
         ConfigError: options that `check_options` rejects, a missing baseline, a config that DeepSpeed does not support.
     """
     check_options(arguments, run, mesh)
-    ours = measure_ours(arguments, run, mesh)
+    ours = eager = measure_ours(arguments, run, mesh)
     release_memory()
+    if arguments.roofline and ours.replays:
+        eager = measure_ours(arguments, eagerly(run), mesh)
+        release_memory()
     ranks, timing, train, length = dist.get_world_size(), ours.timing, run.train, run.data.sequence_length
     tokens = train.global_batch_size * length
     rate = tokens / timing.median_seconds
@@ -183,9 +184,10 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
         result["communication_milliseconds"] = ours.sent._asdict()
     if ours.device is not None:
         result |= ours.device.describe(timing.median_seconds)
-    if ours.recorded is not None:
-        roofline = measure_roofline(ours.recorded, ours.moved_bytes, step_flops=ours.flops_per_token * tokens)
-        result |= describe_roofline(roofline, timing.median_seconds)
+    if eager.recorded is not None:
+        roofline = measure_roofline(eager.recorded, eager.moved_bytes, step_flops=ours.flops_per_token * tokens)
+        step = min(timing.median_seconds, eager.timing.median_seconds)
+        result |= {"eager_step_seconds_median": eager.timing.median_seconds, **describe_roofline(roofline, step)}
         release_memory()
     if arguments.baseline:
         print(json.dumps(result), flush=True)
@@ -221,7 +223,8 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
     for line in engine.report_lines() if mesh.is_first_rank else []:
         print(line, file=sys.stderr)
     device = record_device_time(start, arguments.warmup + arguments.steps) if arguments.device_time else None
-    if arguments.profile or arguments.roofline:
+    replays = isinstance(engine, FullyShardedEngine) and engine.replays
+    if arguments.profile or (arguments.roofline and not replays):
         number = arguments.warmup + arguments.steps
         if dist.get_world_size() > 1:
             sent, profile = record_communication(start, number)
@@ -237,11 +240,15 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
             engine.model, tokens=tokens, compute_bytes=compute, hidden_bytes=max(compute, 4) if wide else compute
         )
     flops = engine.model.training_flops(run.data.sequence_length)
-    replays = isinstance(engine, FullyShardedEngine) and engine.replays
     engine.close()
-    if not arguments.roofline:
+    if not arguments.roofline or replays:
         recorded = None
     return Ours(timing, flops, peak, recorded, moved, sent, replays, launch_seconds, device)
+
+
+def eagerly(run: RunConfig) -> RunConfig:
+    """The run without CUDA graphs."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"cuda_graphs": False})})
 
 
 def describe_roofline(roofline: Roofline, step_seconds: float) -> dict[str, Any]:
@@ -304,7 +311,7 @@ def measure_variant(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh, v
     started = time.perf_counter()
     model = build_baseline(arguments.baseline, run.model, device=mesh.device, variant=variant)
     tokens = [batches[0].tokens for batches in fresh_batches(arguments, run, mesh)]
-    start = baseline_step(model, tokens, lr=run.optimizer.lr)
+    start = baseline_step(model, tokens, lr=run.optimizer.lr, graph=VARIANTS[arguments.baseline][variant].graph)
     timing = time_steps(start, warmup=arguments.warmup, steps=arguments.steps, started=started)
     return describe_baseline(run, type(model).__name__, run.train.micro_batch_size, timing, mesh)
 
@@ -347,8 +354,6 @@ def benchmark(arguments: argparse.Namespace) -> None:
     run = run_config(arguments.config, arguments.overrides, launched().world_size if ranks == 1 else ranks)
     if ranks > 1:
         check_simulation(ranks, run)
-    if arguments.roofline and run.train.cuda_graphs == "auto":
-        run = run.model_copy(update={"train": run.train.model_copy(update={"cuda_graphs": False})})
     with process_group(device) if ranks == 1 else simulated_ranks(ranks, device):
         mesh = Mesh(run.parallel, device)
         result = measure(arguments, run, mesh)

@@ -19,6 +19,7 @@ from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.process_group import process_group
 from megalin.train.config import load_run_config
 from tests.model_runs import write_config
 from tests.ranks import run_ranks
@@ -119,6 +120,38 @@ def test_our_own_model_as_a_baseline_names_the_library_of_its_scan(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_the_roofline_is_of_eager_steps_and_the_step_of_its_own_form(monkeypatch, replays):
+    """Of replays nothing is recorded: eager steps run after them."""
+    import benchmark_train
+
+    built = []
+
+    def measure(arguments, run, mesh):
+        graphs = replays and run.train.cuda_graphs is not False
+        built.append(graphs)
+        timing = benchmark_train.Timing(1.0 if graphs else 2.0, [2.0], 1.0, [3.0])
+        recorded, moved = (None, 0) if graphs else ("ops", 7)
+        return benchmark_train.Ours(timing, 1, 1.0, recorded, moved, None, graphs, 0.1, None)
+
+    roofline = SimpleNamespace(seconds=0.5, lower_bound=0.25, **dict.fromkeys(ROOFLINE, 0.1), mixing_seconds={})
+    monkeypatch.setattr(benchmark_train, "check_options", lambda *_: None)
+    monkeypatch.setattr(benchmark_train, "measure_ours", measure)
+    monkeypatch.setattr(benchmark_train, "measure_roofline", lambda *given, **_: roofline if given else None)
+    run = benchmark_train.run_config("tnl-70m", ["data.sequence_length=64", "train.cuda_graphs=auto"], 1)
+    with process_group(torch.device("cpu")):
+        options = Namespace(**{**vars(OPTIONS), "roofline": True, "document_length": None, "simulated_ranks": 1})
+        found = benchmark_train.measure(options, run, Mesh(run.parallel, torch.device("cpu")))
+    assert built == ([True, False] if replays else [False])
+    assert (found["step_seconds_median"], found["eager_step_seconds_median"]) == (1.0 if replays else 2.0, 2.0)
+    assert found["cuda_graphs"] == replays
+    assert found["lower_bound_fraction"] == (0.25 if replays else 0.125)
+
+
+ROOFLINE = ("matmuls", "matmuls_isolated", "matmuls_in_step", "mixing", "mixing_roofline", "bytes", "matmul_rows",
+            "moved_bytes", "copy_bandwidth")  # fmt: skip
+
+
 def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     from train_benchmarks.batches import random_batch
 
@@ -144,13 +177,6 @@ OPTIONS = Namespace(roofline=False, baseline=None, device_time=False, config="a 
     [
         ("danet-base", [], {"baseline": "fla"}, "cuda", "--baseline fla: a model is an encoder, and no baseline has"),
         ("tnl-70m", [], {"roofline": True}, "cpu", "--roofline and --baseline need exactly one GPU; start one process"),
-        (
-            "tnl-70m",
-            ["train.cuda_graphs=true"],
-            {"roofline": True},
-            "cuda",
-            "reads the ops of an eager step; leave out",
-        ),
         ("tnl-70m", [], {"device_time": True}, "cpu", "--device-time measures a GPU; leave it out on a CPU"),
         ("tnl-70m", ["train.engine=deepspeed"], {"roofline": True}, "cuda", "support train.engine=fsdp2 only; leave"),
         ("tnl-70m", ["train.engine=deepspeed"], {"baseline": "fla"}, "cuda", "support train.engine=fsdp2 only; leave"),

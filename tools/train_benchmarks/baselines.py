@@ -8,13 +8,15 @@
 | softmax | | LLaMA, SDPA |
 | cosformer2 | our own model on fla's scan, for want of a public implementation | |
 
-Each model is timed in several variants (`VARIANTS`); the fastest one is the baseline. Its vocabulary is padded as ours.
+Each model is timed in several variants (`VARIANTS`), with a CUDA graph of its forward and backward too; the fastest one
+is the baseline. Its vocabulary is padded as ours.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ OWN_MODEL = ("fla", "cosformer2")
 """Library and family for which only the op exists, not the model."""
 BASELINES = {"fla": "fla.models", "transformers": "transformers"}
 """Module of each library with its models."""
+WARM_UP_STEPS = 3
+"""Eager steps before a capture, as ours has."""
 _MAMBA2_PACKAGES = ("mamba_ssm", "causal_conv1d")
 
 
@@ -66,18 +70,72 @@ def build_baseline(library: str, config: ModelConfig, *, device: torch.device, v
         sizes["intermediate_size"] = others[0].intermediate_size
     with torch.device(device):
         model = recipe(sizes, mixer).to(torch.bfloat16)
-    VARIANTS[library][variant](model)
+    VARIANTS[library][variant].prepare(model)
     return model
 
 
-def baseline_step(model: nn.Module, tokens: Sequence[Tensor], *, lr: float) -> Callable[[int], StartedStep]:
-    """Training step that predicts each next token of `tokens[step]` [B, T]."""
+class _Gradients:
+    """Forward and backward of a model: eager, or after three steps the replay of a CUDA graph."""
+
+    def __init__(self, model: nn.Module, *, graph: bool) -> None:
+        self._model, self._eager_steps = model, WARM_UP_STEPS if graph else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Sets the gradients of the parameters, which have none; returns the loss."""
+        if self._eager_steps is None:
+            return self._run(tokens)
+        if self._eager_steps > 0:
+            return self._warm_up(tokens)
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._loss
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def _warm_up(self, tokens: Tensor) -> Tensor:
+        """Runs on another stream, as a capture does."""
+        if self._eager_steps == WARM_UP_STEPS:
+            self._stream, self._tokens = torch.cuda.Stream(), tokens.clone()
+        assert self._eager_steps is not None
+        self._eager_steps -= 1
+        outside = torch.cuda.current_stream()
+        self._tokens.copy_(tokens)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            loss = self._run(self._tokens)
+        outside.wait_stream(self._stream)
+        return loss
+
+    def _capture(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._loss = self._run(self._tokens)
+        self._gradients = [(x, x.grad) for x in self._model.parameters() if x.grad is not None]
+        self._graph = graph
+
+
+def baseline_step(
+    model: nn.Module, tokens: Sequence[Tensor], *, lr: float, graph: bool = False
+) -> Callable[[int], StartedStep]:
+    """Training step that predicts each next token of `tokens[step]` [B, T]; `graph`: by a CUDA graph, from the fourth
+    step on."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    gradients = _Gradients(model, graph=graph)
 
     def step(index: int) -> StartedStep:
-        loss = model(input_ids=tokens[index], labels=tokens[index], use_cache=False).loss
-        loss.backward()
-        scalars = AsyncScalars(loss.detach())
+        loss = gradients(tokens[index])
+        scalars = AsyncScalars(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return StartedStep(not loss.is_cuda, lambda: scalars.read().item(), end_on(loss.device))
@@ -106,9 +164,25 @@ def _compile_blocks_with_liger(model: nn.Module) -> None:
     _compile_blocks(model)
 
 
-VARIANTS: dict[str, dict[str, Callable[[nn.Module], None]]] = {
-    "fla": {"as it is": lambda model: None, "blocks compiled": _compile_blocks},
-    "transformers": {"blocks compiled": _compile_blocks, "blocks compiled, Liger's loss": _compile_blocks_with_liger},
+class Variant(NamedTuple):
+    """A form of a model."""
+
+    prepare: Callable[[nn.Module], None]
+    graph: bool = False
+    """Whether its steps are replays of a CUDA graph."""
+
+
+VARIANTS: dict[str, dict[str, Variant]] = {
+    "fla": {
+        "as it is": Variant(lambda model: None),
+        "blocks compiled": Variant(_compile_blocks),
+        "blocks compiled, CUDA graph": Variant(_compile_blocks, graph=True),
+    },
+    "transformers": {
+        "blocks compiled": Variant(_compile_blocks),
+        "blocks compiled, Liger's loss": Variant(_compile_blocks_with_liger),
+        "blocks compiled, Liger's loss, CUDA graph": Variant(_compile_blocks_with_liger, graph=True),
+    },
 }
 """Forms of each library's models that are timed."""
 
