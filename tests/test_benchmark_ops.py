@@ -55,3 +55,20 @@ def test_the_gate_of_a_step_compares_its_outputs_alone_each_in_its_dtype(case):
     assert gate(lambda x: [x.square(), x.float()], step_case, factor=2) == ""
     assert gate(lambda x: [x * x * 1.05, x.float()], step_case, factor=2).startswith("output 0 ")
     assert gate(lambda x: step(x, state_error=1e-4), step_case, factor=2).startswith("output 1 1.0e-04")
+
+
+def test_forward_and_backward_timed_together_have_one_row(case, monkeypatch):
+    import benchmark_ops
+    from benchmarks.case import KernelTiming
+
+    milliseconds = iter([2.0, 3.0, 5.0])
+    monkeypatch.setattr(benchmark_ops, "measure", lambda function, case: KernelTiming(next(milliseconds), 0.0, 0))
+    monkeypatch.delitem(sys.modules, "benchmark_ops")
+    function = case.reference
+    case = case._replace(ours={"auto": function}, baselines={"other": function}, retained=False)
+    rows = benchmark_ops.rows_of(case, {"bytes": 1.0, "flops": 1.0}, compile_reference=False)
+    assert [(row["implementation"], row["direction"], row["times_ours"]) for row in rows] == [
+        ("auto", "both", 1.0),
+        ("reference", "both", 1.5),
+        ("other", "both", 2.5),
+    ]

@@ -75,7 +75,7 @@ def rows_of(case: BenchmarkCase, limits: dict[str, float], *, compile_reference:
         torch.cuda.empty_cache()
     ours = next(iter(case.ours))
     rows: list[BenchmarkRow] = []
-    for direction in DIRECTIONS if case.differentiable else (STEP,):
+    for direction in _directions(case):
         roofline = _roofline_milliseconds(case, limits, direction)
         for name, timing in timings.items():
             milliseconds, green = _milliseconds(timing, direction), not errors[name] and not errors[ours]
@@ -94,6 +94,12 @@ def rows_of(case: BenchmarkCase, limits: dict[str, float], *, compile_reference:
                 }
             )
     return rows
+
+
+def _directions(case: BenchmarkCase) -> tuple[str, ...]:
+    if not case.differentiable:
+        return (STEP,)
+    return DIRECTIONS if case.retained else DIRECTIONS[-1:]
 
 
 def _milliseconds(timing: KernelTiming, direction: str) -> float:

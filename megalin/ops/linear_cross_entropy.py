@@ -102,7 +102,7 @@ def fused_linear_cross_entropy(
         {"x": (x, "ND"), "weight": (weight, "VD"), "labels": (labels, "N int"), "token_weights": (token_weights, "N")},
     )
     assert 0 <= vocabulary.size <= weight.shape[0], (vocabulary, weight.shape)
-    return _Fused.apply(
+    loss, dx, dweight = _loss_and_gradients(
         x.contiguous(),
         weight.contiguous(),
         labels.contiguous(),
@@ -110,66 +110,76 @@ def fused_linear_cross_entropy(
         vocabulary,
         ignored_label,
         gather,
-        torch.is_grad_enabled(),
     )
+    # A node each: autograd frees the fp32 gradient of the weight before the backward of x allocates.
+    if dx is not None:
+        loss = _AttachGradient.apply(loss, x, dx)
+    return loss if dweight is None else _AttachGradient.apply(loss, weight, dweight)
 
 
-class _Fused(torch.autograd.Function):
-    """Autograd function: dz = w (softmax(z) - [label]) overwrites z; dx = dz W; dW += dz^T x."""
+def _loss_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    vocabulary: VocabularySlice,
+    ignored_label: int,
+    gather: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss [] fp64, dx [N, D] in the dtype of x and dW [V/tp, D] fp32; None for operands without a gradient.
+
+    dz = w (softmax(z) - [label]) overwrites z; dx = dz W; dW += dz^T x.
+    """
+    from megalin._triton import cross_entropy as kernels
+
+    need_x, need_weight = (torch.is_grad_enabled() and operand.requires_grad for operand in (x, weight))
+    x, weight = x.detach(), weight.detach()
+    dx = torch.empty_like(x) if need_x else None
+    dweight = torch.empty_like(weight, dtype=torch.float32) if need_weight else None
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    chunk = chunk_rows(weight, len(x))
+    stride = -(-len(weight) // ALIGNMENT) * ALIGNMENT
+    buffer = x.new_empty(chunk, stride)
+    first, columns = vocabulary
+    for start in range(0, len(x), chunk):
+        rows = slice(start, min(start + chunk, len(x)))
+        logits = buffer[: rows.stop - start, : len(weight)]  # [rows, V/tp]
+        torch.mm(x[rows], weight.t(), out=logits)
+        statistics = gather(kernels.statistics(logits, labels[rows], first=first, columns=columns))
+        kernels.losses_and_gradient(
+            logits,
+            labels[rows],
+            token_weights[rows],
+            statistics,
+            losses[rows],
+            first=first,
+            columns=columns,
+            ignored_label=ignored_label,
+            differentiate=need_x or need_weight,
+        )
+        if dx is not None:
+            torch.mm(logits, weight, out=dx[rows])
+        if dweight is not None:
+            _add_matmul(dweight, logits, x[rows], overwrite=start == 0)
+    return losses.sum(dtype=torch.float64), dx, dweight
+
+
+class _AttachGradient(torch.autograd.Function):
+    """Identity on the loss that gives `operand` the gradient grad_loss * `gradient`, computed with the loss."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        token_weights: Tensor,
-        vocabulary: VocabularySlice,
-        ignored_label: int,
-        gather: Callable[[Tensor], Tensor],
-        differentiate: bool,
-    ) -> Tensor:
-        from megalin._triton import cross_entropy as kernels
-
-        need_x, need_weight = (differentiate and need for need in ctx.needs_input_grad[:2])
-        dx = torch.empty_like(x) if need_x else None
-        dweight = torch.empty_like(weight, dtype=torch.float32) if need_weight else None
-        losses = x.new_empty(len(x), dtype=torch.float32)
-        chunk = chunk_rows(weight, len(x))
-        stride = -(-len(weight) // ALIGNMENT) * ALIGNMENT
-        buffer = x.new_empty(chunk, stride)
-        first, columns = vocabulary
-        for start in range(0, len(x), chunk):
-            rows = slice(start, min(start + chunk, len(x)))
-            logits = buffer[: rows.stop - start, : len(weight)]  # [rows, V/tp]
-            torch.mm(x[rows], weight.t(), out=logits)
-            statistics = gather(kernels.statistics(logits, labels[rows], first=first, columns=columns))
-            kernels.losses_and_gradient(
-                logits,
-                labels[rows],
-                token_weights[rows],
-                statistics,
-                losses[rows],
-                first=first,
-                columns=columns,
-                ignored_label=ignored_label,
-                differentiate=need_x or need_weight,
-            )
-            if dx is not None:
-                torch.mm(logits, weight, out=dx[rows])
-            if dweight is not None:
-                _add_matmul(dweight, logits, x[rows], overwrite=start == 0)
-        ctx.dtype = weight.dtype
-        ctx.save_for_backward(dx, dweight)
-        return losses.sum(dtype=torch.float64)
+    def forward(ctx: Any, loss: Tensor, operand: Tensor, gradient: Tensor) -> Tensor:
+        ctx.dtype = operand.dtype
+        ctx.save_for_backward(gradient)
+        return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         from megalin._triton.cross_entropy import scaled
 
-        gradients = (None if x is None else scaled(x, grads[0], ctx.dtype) for x in ctx.saved_tensors)
-        return *gradients, None, None, None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return grads[0], scaled(gradient, grads[0], ctx.dtype), None
 
 
 def chunk_rows(weight: Tensor, rows: int) -> int:

@@ -82,17 +82,26 @@ def test_the_weight_gradient_of_many_chunks_is_rounded_once():
     assert errors(found, truth)["weight"] <= 2.5e-3
 
 
-def test_no_tensor_of_tokens_times_vocabulary_is_kept():
-    x, weight, labels, token_weights = _case(32768, 512, 64000, 64000, torch.bfloat16)
+def _bytes_beyond_gradients(tokens, width, rows):
+    """Peak memory of forward and backward above inputs and gradients, in bytes."""
+    x, weight, labels, token_weights = _case(tokens, width, rows, rows, torch.bfloat16)
+    _results(lambda x, w: _fused(x, w, labels[:256], token_weights[:256], rows), x[:256], weight)  # cuBLAS's workspace
     x.requires_grad_()
     weight.requires_grad_()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _fused(x, weight, labels, token_weights, 64000).backward()
-    gradients = x.numel() * 2 + weight.numel() * 2
-    # The fp32 gradient of the weight, a chunk, and the unscaled gradient of x; all logits would be 4.2 GB.
-    assert torch.cuda.max_memory_allocated() - before <= 2 * x.numel() * 2 + weight.numel() * 4 + 430e6 + gradients
+    _fused(x, weight, labels, token_weights, rows).backward()
+    return torch.cuda.max_memory_allocated() - before - x.nbytes - weight.nbytes
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_kept():
+    # The fp32 gradient of the weight instead of the bf16 one, and a chunk; all logits would be 4.2 GB.
+    assert _bytes_beyond_gradients(32768, 512, 64000) <= 64000 * 512 * 2 + 430e6
+
+
+def test_memory_beyond_the_gradients_at_16384_tokens_of_width_2048_and_a_vocabulary_of_100352():
+    assert _bytes_beyond_gradients(16384, 2048, 100352) <= 0.8 * 2**30
 
 
 def test_a_model_learns_the_same_from_the_sum_alone():

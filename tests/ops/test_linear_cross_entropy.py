@@ -1,8 +1,12 @@
 """Fused head and cross entropy against the definition: vocabulary slices, ignored labels, weights, chunks."""
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megalin._triton import cross_entropy
 from megalin.errors import KernelError
 from megalin.ops import linear_cross_entropy as op
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy, linear_cross_entropy_reference
@@ -142,6 +146,45 @@ def test_the_gradient_scales_with_what_comes_from_above():
     (fused(**scaled, **case)[0] / 8).backward()
     for name in inputs:
         assert torch.equal(scaled[name].grad * 8, once[name].grad)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again():
+    inputs, labels, token_weights = make_case(4, 8, 50, 64, torch.bfloat16)
+    leaves = {n: x.requires_grad_() for n, x in inputs.items()}
+    loss = fused(**leaves, labels=labels, token_weights=token_weights, vocab_size=50)[0] / 3
+    first, second = (torch.autograd.grad(loss, list(leaves.values()), retain_graph=again) for again in (True, False))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_a_frozen_operand_does_not_change_the_gradient_of_the_other(frozen):
+    inputs, labels, token_weights = make_case(4, 8, 50, 64, torch.bfloat16)
+    case = {"labels": labels, "token_weights": token_weights, "vocab_size": 50}
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    fused(**leaves, **case)[0].backward()
+    (name,) = inputs.keys() - {frozen}
+    fused(**{**inputs, name: inputs[name].requires_grad_()}, **case)[0].backward()
+    assert torch.equal(inputs[name].grad, leaves[name].grad)
+
+
+def test_the_backward_frees_the_fp32_gradient_of_the_weight_before_it_scales_the_one_of_x(monkeypatch):
+    inputs, labels, token_weights = make_case(4, 8, 50, 64, torch.bfloat16)
+    (loss,) = fused(
+        **{n: x.requires_grad_() for n, x in inputs.items()}, labels=labels, token_weights=token_weights, vocab_size=50
+    )
+    sources: list[StorageWeakRef] = []
+    calls = []
+
+    def scaled(source, *options):
+        gc.collect()  # the interpreter's own references to an operand
+        calls.append((source.dtype, [each.expired() for each in sources]))
+        sources.append(StorageWeakRef(source.untyped_storage()))
+        return kernel(source, *options)
+
+    kernel = cross_entropy.scaled
+    monkeypatch.setattr(cross_entropy, "scaled", scaled)
+    loss.backward()
+    assert calls == [(torch.float32, []), (torch.bfloat16, [True])]
 
 
 def test_without_a_gradient_the_same_loss_and_nothing_saved():

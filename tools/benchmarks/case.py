@@ -51,10 +51,13 @@ class BenchmarkCase(NamedTuple):
     """Whether there is a backward; a decoding step has none."""
     repeatable: bool = True
     """Whether two calls give the same bits; a library's kernel may add up in any order."""
+    retained: bool = True
+    """Whether the backward can be repeated on the tensors of one forward; otherwise both are timed together."""
 
 
 class KernelTiming(NamedTuple):
-    """Median milliseconds and the peak memory of forward and backward above their inputs; 0 for a missing backward."""
+    """Median milliseconds and the peak memory of forward and backward above their inputs; 0 for a missing backward, and
+    for one that is timed with the forward."""
 
     forward: float
     backward: float
@@ -103,6 +106,11 @@ def measure(function: BenchmarkFunction, case: BenchmarkCase) -> KernelTiming:
         def backward() -> None:
             torch.autograd.grad(outputs, differentiable, weights, retain_graph=True, allow_unused=True)
 
+        def both() -> None:
+            torch.autograd.grad(function(**leaves), differentiable, weights, allow_unused=True)
+
+        if not case.retained:
+            return KernelTiming(_median(both, captured=case.captured), 0.0, _peak_bytes(function, case, weights))
         seconds = [_median(call, captured=case.captured) for call in (forward, backward)]
         return KernelTiming(*seconds, _peak_bytes(function, case, weights))
 

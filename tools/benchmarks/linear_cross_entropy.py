@@ -1,6 +1,7 @@
 """Linear + cross entropy: 16,384 tokens, width 2048, a vocabulary of 100,352 (100,280 padded, for baselines too).
 
-Ours and Liger's compute the gradients with the loss, so only forward and backward together are comparable.
+Ours, Liger's and QuACK's compute the gradients with the loss, so only forward and backward together are comparable.
+QuACK's backward scales the saved gradients in place and cannot be repeated.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def cases() -> Iterator[BenchmarkCase]:
         flops=BenchmarkWork(flops, 2 * flops),
         compiled=False,
         captured=False,
+        retained=False,
     )
 
 
@@ -66,6 +68,17 @@ def _baselines() -> dict[str, BenchmarkFunction]:
 
         found["Liger"] = lambda x, weight, labels: liger(x, weight, labels, None)
         found["Liger, fp32 sums"] = lambda x, weight, labels: liger(x, weight, labels, torch.float32)
+    if importlib.util.find_spec("quack") is not None:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        def quack(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> list[Tensor]:
+            loss = chunked_linear_cross_entropy(
+                x, weight, labels, chunk_size=chunk, ignore_index=IGNORED_LABEL, reduction="sum"
+            )
+            return [loss]
+
+        found["QuACK"] = lambda x, weight, labels: quack(x, weight, labels, 4096)  # its default
+        found["QuACK, 2048 tokens"] = lambda x, weight, labels: quack(x, weight, labels, 2048)
     if importlib.util.find_spec("fla") is not None:
         from fla.modules import FusedCrossEntropyLoss
 
