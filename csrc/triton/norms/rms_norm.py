@@ -11,6 +11,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.dispatch.chips import shared_bytes
 from megalin._triton.dispatch.column_sums import column_sums
 
 
@@ -63,6 +64,8 @@ def backward_kernel(
     tl.store(partial_ptr + program * width + column, tl.sum(dweight, axis=0), mask=column < width)
 
 
+REDUCTION_BYTES = 1024
+"""Shared memory of the backward's sums over warps, at most."""
 PROCESSORS = 132
 """Multiprocessors; the backward starts three programs per multiprocessor for narrow rows, one for wide ones."""
 
@@ -74,12 +77,15 @@ def _forward_constants(width: int) -> dict[str, int]:
 
 
 def _backward_constants(width: int, element_size: int) -> dict[str, int]:
-    """Kernel constants such that the in-flight rows of x and dy, of STAGES - 1 stages, fill shared memory."""
+    """Kernel constants such that the in-flight rows of x and dy, of STAGES - 1 stages, fill shared memory, and fit into
+    that of the GPU."""
     block_width = triton.next_power_of_2(width)
     if width <= 2048:
         return {"STAGES": 4, "BLOCK_ROWS": 2048 // block_width, "BLOCK_WIDTH": block_width, "num_warps": 4}
     elements = max(8192, block_width)
-    stages = 3 if 4 * elements * element_size <= 2**17 else 2
+    stage_bytes = 2 * elements * element_size
+    most = 1 + (shared_bytes() - REDUCTION_BYTES) // stage_bytes
+    stages = min(3 if 2 * stage_bytes <= 2**17 else 2, most)
     warps = 32 if block_width > 8192 else 16
     return {"STAGES": stages, "BLOCK_ROWS": elements // block_width, "BLOCK_WIDTH": block_width, "num_warps": warps}
 

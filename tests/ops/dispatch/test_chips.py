@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalin._triton.dispatch import chips
+from megalin._triton.norms import rms_norm
 from megalin._triton.scans import fixed_decay_state, scalar_decay
 from megalin.ops.scans import fixed_decay_cuda
 from tools.kernel_launches.compilation import SHARED_LIMIT
@@ -64,3 +65,13 @@ def test_kept_states_are_stored_outside_of_stages_with_tensor_memory():
     for chip in CHIPS:
         with faked_chip(chip):
             assert scalar_decay._wide_state_tiles(128, 64, BF16).stages == (1 if chip == 100 else 2), chip
+
+
+def test_rows_in_flight_of_rms_norm_fit_the_chip():
+    """Stages of the backward at 16,384 columns, by bytes of an element."""
+    stages = {}
+    for chip in CHIPS:
+        with faked_chip(chip):
+            stages[chip] = [rms_norm._backward_constants(16384, size)["STAGES"] for size in (2, 4)]
+            assert rms_norm._backward_constants(8192, 4)["STAGES"] == (2 if chips.shared_bytes() < 2**17 else 3)
+    assert stages == {80: [3, 2], 89: [2, 1], 90: [3, 2], 100: [3, 2], 120: [2, 1]}
