@@ -107,8 +107,8 @@ def store_gradients(dlogit_ptr, dbound_ptr, dk, dg, logit, bound, live, channel,
     d = 1.0 + small
     inverse = reciprocal(tl.maximum(n * d, TINY))
     y = dg - n * n * inverse * dk
-    scaled = inverse * y
-    tl.store(dlogit_ptr + out, ((1.0 - bound) * small * scaled).to(dlogit_ptr.dtype.element_ty), mask=mask)
-    of_bound = tl.where(bound < TINY, -dk - y, s * d * scaled)
+    # u / (N D) first: it is at most 1, where y / (N D) may overflow.
+    tl.store(dlogit_ptr + out, ((1.0 - bound) * small * inverse * y).to(dlogit_ptr.dtype.element_ty), mask=mask)
+    of_bound = tl.where(bound < TINY, -dk - y, s * d * inverse * y)
     total = tl.sum(tl.where(live[:, None], of_bound, 0.0), axis=0)
     tl.store(dbound_ptr + tl.program_id(0).to(tl.int64) * K + channel, total, mask=channel < K)

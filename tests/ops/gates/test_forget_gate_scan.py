@@ -32,6 +32,10 @@ def make_inputs(case, *shifts):
     }
 
 
+def kernel(**inputs):
+    return forget_gate_scan(**inputs, scale=SCALE, backend="triton")
+
+
 def compare(case, *shifts, documents=None, view=lambda x: x):
     options = {"document_ids": documents, "scale": SCALE}
     assert_as_good_as_the_reference(
@@ -46,6 +50,14 @@ def compare(case, *shifts, documents=None, view=lambda x: x):
 def test_kernels_are_as_good_as_the_reference(shifts, dtype):
     """Full chunks of mild and of steep decays, and a shorter last one."""
     compare(Case(130, key=20, value=24, dtype=dtype, batch=2), *shifts)
+
+
+def test_closed_gates_in_mild_chunks_have_finite_gradients():
+    """f is 0 or near the smallest number, and values are so large that the gradient of log f times 1 / f overflows."""
+    inputs = make_inputs(Case(128, key=16, value=16, dtype=torch.bfloat16), "mild")
+    inputs["logit"][:, [20, 90]] = torch.tensor([-86.0, -200.0], dtype=torch.bfloat16)[None, :, None, None]
+    inputs["v"] *= 1e8
+    assert_as_good_as_the_reference(kernel, lambda **x: forget_gate_scan_reference(**x, scale=SCALE), inputs)
 
 
 @pytest.mark.parametrize("length", [1, 63, 65])
