@@ -40,10 +40,11 @@ docs: $(INSTALLED)
 
 # One thread a process: several ranks share the cores, and idle OpenMP threads spin. A worker takes whole files, which
 # share what their first test makes, in the order of tests/conftest.py. Tests on a GPU need its memory for themselves.
+# Bytecode is written even where the environment forbids it: else each of some hundred processes compiles megalin again.
 WORKERS := $(if $(wildcard /dev/nvidia0),0,logical)
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python tools/cpu_seconds.py $(BIN)/python -m pytest -n $(WORKERS) \
-	--maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tools/cpu_seconds.py \
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15
 
 test: lint docs
 	$(PYTEST) -m 'not slow'

@@ -114,6 +114,7 @@ def speed_up() -> None:
     _patch_once_a_kernel()
     _cache_types()
     _cache_operands()
+    _shortcut_operators()
     interpreter.ScanOps.generic_scan = _scan_by_doubling
 
 
@@ -199,6 +200,111 @@ def _cache_operands() -> None:
 
     core._unwrap_if_constexpr, semantic.scalar_constant = unwrap_if_constexpr, scalar_constant
     semantic.cast = cast_if_needed
+
+
+PLAIN = {"fp16", "fp32", "fp64", "int32", "int64"}
+"""Names of the dtypes whose arithmetic is numpy's."""
+OFFSETS = {"int32", "int64"}
+"""Names of the dtypes of offsets that the interpreter converts to those of addresses."""
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+COMPARISONS = {
+    "less_than": np.less,
+    "less_equal": np.less_equal,
+    "greater_than": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+
+
+def _made(data, dtype, kind):
+    """A tensor of a type."""
+    result, value = object.__new__(tl.core.tensor), object.__new__(interpreter.TensorHandle)
+    value.data, value.dtype, value.attr = data, dtype, {}
+    tl.core.tensor.__init__(result, value, kind)
+    return result
+
+
+def _constant(semantic, x, dtype):
+    """The number as a tensor of a dtype that it does not promote; None if there is none."""
+    if dtype.name not in PLAIN or (type(x) is not int and (type(x) is not float or dtype.name[0] == "i")):
+        return None
+    return semantic.scalar_constant(x, dtype) if dtype.name[0] == "f" or -(2**31) <= x < 2**31 else None
+
+
+def _operands(semantic, left, right):
+    """Both as tensors of one dtype; None if the interpreter is needed."""
+    tensor = tl.core.tensor
+    if type(left) is not tensor:
+        left = _constant(semantic, left, right.dtype) if type(right) is tensor else None
+    elif type(right) is not tensor:
+        right = _constant(semantic, right, left.dtype)
+    if left is None or right is None or left.dtype.name != right.dtype.name or left.dtype.name not in PLAIN:
+        return None
+    return left, right
+
+
+def _kind_of(left, right, data):
+    """The type of a result from the operands' shapes; None if their numbers of dimensions differ."""
+    if not right.type.is_block() or (left.type.is_block() and data.shape == left.handle.data.shape):
+        return left.type
+    if not left.type.is_block():
+        return right.type.with_element_ty(left.dtype)
+    return tl.core.block_type(left.dtype, list(data.shape)) if len(left.shape) == len(right.shape) else None
+
+
+def _shortcut_operators() -> None:
+    """Computes arithmetic and comparisons of operands of one dtype of PLAIN, and of those with a number, by one call of
+    numpy, which broadcasts them as the interpreter does: their types need no promotion, and no operand is copied."""
+    core, semantic = tl.core, interpreter.TritonSemantic
+
+    def arithmetic(name, function):
+        original = getattr(semantic, name)
+
+        def operator(self, left, right, sanitize_overflow):
+            if (pair := _operands(self, left, right)) is not None:
+                data = function(pair[0].handle.data, pair[1].handle.data)
+                if (kind := _kind_of(*pair, data)) is not None:
+                    return _made(data, pair[0].handle.dtype.scalar, kind)
+            return original(self, left, right, sanitize_overflow)
+
+        return operator
+
+    def comparison(name, function):
+        original = getattr(semantic, name)
+
+        def operator(self, left, right):
+            if (pair := _operands(self, left, right)) is not None:
+                data = function(pair[0].handle.data, pair[1].handle.data)
+                if (kind := _kind_of(*pair, data)) is not None:
+                    kind = kind.with_element_ty(core.int1) if kind.is_block() else core.int1
+                    return _made(data, pair[0].handle.dtype.scalar, kind)
+            return original(self, left, right)
+
+        return operator
+
+    def advanced(add):
+        """`add` with a shortcut for a pointer and signed offsets."""
+
+        def operator(self, left, right, sanitize_overflow):
+            if (
+                type(left) is core.tensor
+                and left.dtype.is_ptr()
+                and type(right) is core.tensor
+                and right.dtype.name in OFFSETS
+            ):
+                value = self.builder.create_addptr(left.handle, right.handle)
+                if (kind := _kind_of(left, right, value.data)) is not None:
+                    return core.tensor(value, kind)
+            return add(self, left, right, sanitize_overflow)
+
+        return operator
+
+    for name, function in ARITHMETIC.items():
+        setattr(semantic, name, arithmetic(name, function))
+    for name, function in COMPARISONS.items():
+        setattr(semantic, name, comparison(name, function))
+    semantic.add = advanced(semantic.add)
 
 
 def _scan_by_doubling(self, inputs):

@@ -1,30 +1,51 @@
 """Gloo ranks for multi-rank tests, forked from a process that has already imported the common modules."""
 
+import pkgutil
 import re
 import warnings
 from functools import partial
 from typing import Any
 
 from megalin.errors import RankFailedError
+from megalin.layers import mixers
 from megalin.parallel import ranks
 
 __all__ = ["RankFailedError", "run_ranks"]
 
 # None of these imports a Triton kernel of megalin, which would fix whether kernels are interpreted.
-_run_ranks = partial(
-    ranks.run_ranks,
-    preload=(
-        "tests.rare_collections",
-        "pytest",
-        "matplotlib.backends.backend_agg",
-        "matplotlib.figure",
-        "torch._inductor.compile_fx",
-        "megalin.train.loop",
-        "megalin.verify.run",
-        "tests.cases",
-        "tests.encoder_cases",
-    ),
+_PRELOAD = (
+    "tests.rare_collections",
+    "pytest",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "torch._inductor.compile_fx",
+    "megalin.train.loop",
+    "megalin.verify.run",
+    "tests.cases",
+    "tests.encoder_cases",
+    # The modules of layers and ops that models import when they are built.
+    *(module.name for module in pkgutil.iter_modules(mixers.__path__, f"{mixers.__name__}.")),
+    "megalin.layers.lrpe_segments",
+    "pydantic.type_adapter",
+    "rich._emoji_codes",
+    "torch.profiler._cupti_monitor",
+    "tests.model_runs",
+    "tests.numerics",
+    "tests.parallel.on_ranks",
+    # Read by the commands of tools/faults.py, some of them without the rights to Python's files.
+    "encodings.ascii",
+    "encodings.idna",
+    "megalin.__main__",
+    "megalin.commands.train",
+    "megalin.data.tokenizers.tokenizer",
 )
+_run_ranks = partial(ranks.run_ranks, preload=_PRELOAD)
+
+
+def fork_context() -> Any:
+    """The multiprocessing context whose processes are forked where ranks are: for processes without a process group."""
+    ranks._context.set_forkserver_preload([*ranks._PRELOAD, *_PRELOAD])
+    return ranks._context
 
 
 def run_ranks(world_size: int, function: Any, *args: Any, **options: Any) -> list[Any]:

@@ -115,8 +115,7 @@ def run(tree: Path, tests: Sequence[str], only: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     if only:
         command += ["-k", only]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(command)} did not run:\n{done.stdout}{done.stderr}")
     return done.returncode == 0
@@ -125,9 +124,13 @@ def run(tree: Path, tests: Sequence[str], only: str) -> bool:
 def imports_from(tree: Path) -> Path:
     """Path of the `megalin` that the tree's runs import."""
     command = [sys.executable, "-c", "import megalin; print(megalin.__file__)"]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=True)
     return Path(done.stdout.strip())
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    """Of a run in the tree, without bytecode: a module's would hide a mutation of the same second and size."""
+    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,6 +29,46 @@ class _LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
+_LANES = 64
+"""Multiple of the elements that an instruction of any CPU updates at once."""
+
+
+class _PaddedAdamW(_LocalAdamW):
+    """Updates shards on a CPU so that the bits of an element do not depend on its place in the shard.
+
+    Torch's fused update computes the elements after the last whole vector of a tensor by other instructions, which may
+    round differently. So a shard with such a rest is updated in a copy that zeros fill up to whole vectors.
+    """
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates the weights that have a gradient, unless `found_inf` is not 0."""
+        assert closure is None
+        super().step()
+        for tensor, copy in self._copies:
+            tensor.copy_(copy[: tensor.numel()].view_as(tensor))
+        self._copies.clear()
+
+    def _init_group(self, *args: Any) -> Any:
+        has_complex = super()._init_group(*args)
+        for tensors in args[1:5]:  # weights, gradients, both moments
+            tensors[:] = map(self._padded, tensors)
+        return has_complex
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its padded copy."""
+        rest = tensor.numel() % _LANES
+        if rest == 0:
+            return tensor
+        copy = torch.cat([tensor.flatten(), tensor.new_zeros(_LANES - rest)])
+        self._copies.append((tensor, copy))
+        return copy
+
+
 class _KernelAdamW(_LocalAdamW):
     """AdamW by the kernel of `megalin.ops.adamw_update`: it scales the gradients, which stay as they are, and writes
     the copies of the weights.
@@ -79,7 +119,12 @@ class _KernelAdamW(_LocalAdamW):
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, no_decay: Collection[str], *, plain: bool = False
+    model: nn.Module,
+    config: OptimizerConfig,
+    no_decay: Collection[str],
+    *,
+    plain: bool = False,
+    same_on_any_shard: bool = False,
 ) -> torch.optim.AdamW:
     """Builds AdamW over the trainable parameters of `model`, plain tensors or DTensors, on CPU or CUDA: by the kernel
     of op "adamw_update" where it runs, else torch's fused one. With the kernel each weight gets a copy in the compute
@@ -92,6 +137,8 @@ def build_optimizer(
         no_decay: global names of parameters without weight decay; names that are not in this model (another pipeline
             stage's) are ignored. An attribute on the parameter would not survive `fully_shard`.
         plain: no parameter is a DTensor; the optimizer is torch's own class, which DeepSpeed requires.
+        same_on_any_shard: the update of an element has the same bits in every shard of its weight; without it, this
+            holds on GPUs only.
 
     Raises:
         KernelError: MEGALIN_KERNELS requests the kernel, and it cannot run.
@@ -105,6 +152,8 @@ def build_optimizer(
         weights = [local(parameter) for group in groups for _, parameter in group["params"]]
     if choose_update(weights, compute_dtype(model)) == "triton":
         return _KernelAdamW(groups, add_weight_copies(model), **options)
+    if same_on_any_shard and weights[0].device.type == "cpu":
+        return _PaddedAdamW(groups, **options)
     return _LocalAdamW(groups, **options)
 
 

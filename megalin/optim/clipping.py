@@ -36,6 +36,7 @@ def clip_gradients(
     stages: Axis | None = None,
     loss_scale: Tensor | None = None,
     in_place: bool = True,
+    global_norm: Tensor | None = None,
 ) -> GradientNorms:
     """Scales the gradients in place by min(1, max_norm / (norm + 1e-6)); returns the norms before that.
 
@@ -50,6 +51,7 @@ def clip_gradients(
         stages: the pipeline axis, over whose ranks the model's parameters are distributed.
         loss_scale: [], the factor of the gradients in float16: both norms and gradients are divided by it.
         in_place: False leaves the gradients as they are and returns the factor, for an update that applies it.
+        global_norm: [], of the gradients as they are, if it is known; None: it is computed.
     """
     copies = {id(parameter) for parameter in counted_elsewhere}
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
@@ -63,8 +65,11 @@ def clip_gradients(
     local_norms = torch.stack(_norms(local_gradients))
     if loss_scale is not None:
         local_norms = local_norms / loss_scale
-    square = _sum_of_squares(gradients, local_norms, [id(parameter) not in copies for parameter in with_gradient])
-    norm = (square if stages is None else all_reduce(square, stages)).sqrt()
+    if global_norm is None:
+        square = _sum_of_squares(gradients, local_norms, [id(parameter) not in copies for parameter in with_gradient])
+        norm = (square if stages is None else all_reduce(square, stages)).sqrt()
+    else:
+        norm = global_norm if loss_scale is None else global_norm / loss_scale
     scale = None if loss_scale is None else loss_scale.reciprocal()
     if max_norm is not None:
         # A NaN norm would make every gradient NaN and hide the parameter at fault: it scales nothing.

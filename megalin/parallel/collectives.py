@@ -102,14 +102,14 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Ten
     along `concat_dim`, in rank order too. Not differentiable."""
     if axis.size == 1:
         return x
-    chunks = torch.cat(x.chunk(axis.size, split_dim))
+    chunks = x.contiguous() if split_dim == 0 else torch.cat(x.chunk(axis.size, split_dim))
     received = _launch(
         "all_to_all",
         x,
         axis,
         lambda: functional.all_to_all_single(chunks, None, None, axis.group_name),  # type: ignore[arg-type]
     )
-    return torch.cat(received.chunk(axis.size), concat_dim)
+    return received if concat_dim == 0 else torch.cat(received.chunk(axis.size), concat_dim)
 
 
 def ring_shift(x: Tensor, token: Tensor, axis: Axis, *, step: int, num_expected: int) -> tuple[Tensor, Tensor]:

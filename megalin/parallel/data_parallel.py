@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
 from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
@@ -34,6 +34,7 @@ def shard_model(
     compute_dtype: torch.dtype,
     head: VocabParallelEmbedding | None = None,
     accumulates: bool = True,
+    reduces: bool = True,
 ) -> None:
     """Shards `model` in place over the data axis. FSDP units are each block, the head, and the rest as one.
 
@@ -48,11 +49,13 @@ def shard_model(
             the blocks.
         accumulates: False: every step has one micro-batch. Then on a data axis of one rank gradients stay in the
             compute dtype until `finish_backward`: nothing is added to them.
+        reduces: False: gradients stay unsharded, in the compute dtype, for `take_gradients` and `set_gradients`.
     """
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
-    kept = not accumulates and mesh.data_mesh.size() == 1
+    kept = reduces and not accumulates and mesh.data_mesh.size() == 1
     setattr(model, _ONE_BACKWARD, kept)
-    low = MixedPrecisionPolicy(compute_dtype, compute_dtype if kept else reduce_dtype, cast_forward_inputs=False)
+    of_low = reduce_dtype if reduces and not kept else compute_dtype
+    low = MixedPrecisionPolicy(compute_dtype, of_low, cast_forward_inputs=False)
     full = MixedPrecisionPolicy(reduce_dtype, reduce_dtype, cast_forward_inputs=False)
     data_mesh = mesh.data_mesh
 
@@ -144,21 +147,25 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool) -> None:
+def prepare_backward(model: nn.Module, mesh: Mesh, *, last: bool, reduces: bool = True) -> None:
     """Configures the reductions and resharding of the next micro-batch's backward by `mesh.zero`.
 
     Gradients are reduced over the shard axis in each backward (2, 3), or accumulated unsharded until the `last` one of
     a step (0, 1), which alone sums them over replicas; weights stay gathered until the last one (0, 1, 2) or are freed
     (3). On a data axis of one rank gradients stay unsharded; `finish_backward` takes them after the last one.
+
+    Args:
+        reduces: False: FSDP reduces no gradient, and keeps weights gathered after the last backward too, until
+            `set_gradients`.
     """
     assert isinstance(model, FSDPModule), type(model)
     assert last or not getattr(model, _ONE_BACKWARD, False), "the model was built for steps of one micro-batch"
-    reduce = mesh.data_mesh.size() > 1 and (last or mesh.zero >= 2)
+    reduce = reduces and mesh.data_mesh.size() > 1 and (last or mesh.zero >= 2)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(reduce, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or mesh.zero == 3, recurse=False)
+            module.set_reshard_after_backward(reduces and (last or mesh.zero == 3), recurse=False)
     model.set_is_last_backward(last)
 
 
@@ -178,6 +185,41 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
                 gradient = weight.to_sharded_dtensor(local(gradient).to(shard.grad_dtype))
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
             full.grad, weight.unsharded_accumulated_grad = None, None
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Takes the unsharded gradients of a micro-batch out of a model that does not reduce them: plain tensors in the
+    compute dtype of their unit, by name of the weight; weights without one are left out."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            found[name], weight.grad = local(weight.grad), None
+    return found
+
+
+def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Frees the gathered weights, and sets the gradient of each weight's shard from a whole one, equal on every rank of
+    the data axis."""
+    reshard(model)
+    size, rank = mesh.data_mesh.size(1), mesh.data_mesh.get_local_rank(1)
+    weights = dict(model.named_parameters())
+    for name, whole in gradients.items():
+        weight = weights[name]
+        assert isinstance(weight, DTensor), name
+        dim = shard_dim(tuple(whole.shape), size)
+        chunks = whole.chunk(size, dim)  # as FSDP shards: of uneven lengths, the last ranks have less or nothing
+        own = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+        assert own.shape == local(weight).shape, (name, own.shape, local(weight).shape)
+        if weight.grad_dtype != own.dtype:
+            weight.grad_dtype = own.dtype
+        weight.grad = DTensor.from_local(
+            own if size == 1 else own.clone(memory_format=torch.contiguous_format),  # which frees the whole one
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
 
 
 def measure_waits(model: nn.Module, waits: ComputeWaits) -> None:

@@ -64,27 +64,34 @@ def check_memory(
     elif not _is_own(model) or (device == "cpu" and model_states < memory_bytes // _SMALL):
         return None
     else:
-        memory = _memory(estimator, layout, allowed=int(MARGIN * memory_bytes), refine=device != "cpu")
-        if memory.total <= MARGIN * memory_bytes:
+        allowed, sums = int(MARGIN * memory_bytes), _tree_bytes(config, estimator, layout)
+        memory = _memory(estimator, layout, sums, allowed=allowed, refine=device != "cpu")
+        if memory.total <= allowed:
             return memory.total
         parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.1f}" for name, size in memory._asdict().items())
         needed = f"needs about {memory.total / 2**30:.1f} GiB ({parts})"
     if device == "cpu":
         raise _refusal_on_a_cpu(layout, needed, memory_bytes)
-    parallel = config.parallel
-    limits = Limits(world_size, usable_bytes(memory_bytes), parallel.sequence_parallel, parallel.tp_overlap)
-    # The search traces blocks too, which external mixers may not support.
-    fitting = search(estimator, limits, count=3).best if _is_own(model) else []
-    options = "; ".join(" ".join(estimate.layout.overrides()) for estimate in fitting)
-    if config.parallel.shard is not None:
-        options = f"without parallel.shard: {options}"
-    remedy = (
-        f"these layouts fit on {world_size} GPUs: {options}" if fitting else "use more GPUs, or a smaller micro-batch"
-    )
+    remedy = _remedy(config, estimator, world_size, memory_bytes)
     raise ConfigError(
         f"train.micro_batch_size = {layout.micro_batch_size} with {layout.name()}: {needed} on a GPU of "
         f"{memory_bytes / 2**30:.1f} GiB; {remedy}. {_PASS_ON}"
     )
+
+
+def _remedy(config: RunConfig, estimator: Estimator, world_size: int, memory_bytes: int) -> str:
+    """Layouts on as many GPUs that fit. The search traces blocks, which external mixers may not support, and its
+    layouts have the default reduction."""
+    parallel, fitting = config.parallel, []
+    if _is_own(estimator.workload.model) and config.train.reduction == "collective":
+        limits = Limits(world_size, usable_bytes(memory_bytes), parallel.sequence_parallel, parallel.tp_overlap)
+        fitting = search(estimator, limits, count=3).best
+    if not fitting:
+        return "use more GPUs, or a smaller micro-batch"
+    options = "; ".join(" ".join(estimate.layout.overrides()) for estimate in fitting)
+    if parallel.shard is not None:
+        options = f"without parallel.shard: {options}"
+    return f"these layouts fit on {world_size} GPUs: {options}"
 
 
 def _refusal_on_a_cpu(layout: ParallelLayout, needed: str, memory_bytes: int) -> ConfigError:
@@ -95,10 +102,21 @@ def _refusal_on_a_cpu(layout: ParallelLayout, needed: str, memory_bytes: int) ->
     )
 
 
-def _memory(estimator: Estimator, layout: ParallelLayout, *, allowed: int, refine: bool) -> Memory:
-    """Memory estimate, refined (slow) only if eager blocks, which need more than compiled ones, exceed `allowed`."""
+def _memory(estimator: Estimator, layout: ParallelLayout, sums: int, *, allowed: int, refine: bool) -> Memory:
+    """Memory estimate with `sums` bytes more of gradients, refined (slow) only if eager blocks, which need more than
+    compiled ones, exceed `allowed`."""
     memory = estimator.estimate(layout, refined=False).memory
-    return memory if memory.total <= allowed or not refine else estimator.estimate(layout, refined=True).memory
+    if memory.total + sums > allowed and refine:
+        memory = estimator.estimate(layout, refined=True).memory
+    return memory._replace(gradients=memory.gradients + sums)
+
+
+def _tree_bytes(config: RunConfig, estimator: Estimator, layout: ParallelLayout) -> int:
+    """Whole gradients in fp32 of `train.reduction = "tree"`: sums of a rank's micro-batches, and those of its ranks."""
+    if config.train.reduction != "tree":
+        return 0
+    (stage,) = estimator.parameters(layout)
+    return 4 * stage.whole * (layout.num_micro_batches.bit_length() + 2)
 
 
 def _is_own(model: ModelConfig) -> bool:

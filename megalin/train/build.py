@@ -44,6 +44,7 @@ def build_model(
     max_label_fraction: float = 1.0,
     float8: Float8Settings | None = None,
     accumulates: bool = True,
+    reduces: bool = True,
 ) -> TrainedModel:
     """Builds the model on the mesh with its initial weights, which depend on `seed` alone, not on the mesh.
 
@@ -54,8 +55,9 @@ def build_model(
         max_label_fraction: largest fraction of a micro-batch's tokens that have a label (`TrainConfig`).
         float8: the FP8 matmuls of the blocks; None: all in `compute_dtype`.
         accumulates: False where every step has one micro-batch (`shard_model`); of no effect in a pipeline.
+        reduces: False where FSDP reduces no gradient (`shard_model`).
     """
-    options = _Options(compute_dtype, compile_blocks, overlap, seed, float8, accumulates or mesh.pp.size > 1)
+    options = _Options(compute_dtype, compile_blocks, overlap, seed, float8, accumulates or mesh.pp.size > 1, reduces)
     if mesh.pp.size == 1:
         model = make_model(config, mesh.tp, cp=mesh.cp, recompute=recompute, max_label_fraction=max_label_fraction)
         _materialise(model, mesh, options)
@@ -88,6 +90,7 @@ class _Options(NamedTuple):
     seed: int
     float8: Float8Settings | None
     accumulates: bool
+    reduces: bool
 
 
 def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
@@ -111,6 +114,7 @@ def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
         compute_dtype=options.compute_dtype,
         head=model.head,
         accumulates=options.accumulates,
+        reduces=options.reduces,
     )
     model.to_empty(device=mesh.device)
     init_weights(model, options.seed)

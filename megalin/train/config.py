@@ -19,6 +19,7 @@ from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
 from megalin.train.graph_choice import config_obstacles
 from megalin.train.precision import LossScaleConfig, float8_problems, loss_scale_problems
+from megalin.train.reduction import tree_problems
 from megalin.train.weights_and_biases import LoggingConfig
 
 
@@ -51,6 +52,12 @@ class TrainConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute dtype; weights and optimizer state are fp32 shards, gradients are reduced in fp32. float16: with dynamic
     loss scaling."""
+    reduction: Literal["collective", "tree"] = "collective"
+    """Order in which a step's gradients are summed. collective: that of the process group's reductions, which depends
+    on the number of ranks. tree: a fixed binary tree over the step's micro-batches, so that losses, gradient norms and
+    weights have the same bits on 1, 2, 4, ... ranks, also of a run that resumes on another number. Needs a power of two
+    of micro-batches a step, data parallelism alone with parallel.zero = 0 or 1, the fsdp2 engine, on CPUs
+    OMP_NUM_THREADS=1, and memory for log2(micro-batches a rank) + 3 whole gradients in fp32; no CUDA graphs."""
     loss_scale: LossScaleConfig | None = None
     """Loss scaling of dtype = "float16"; left out: the defaults of its fields."""
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
@@ -149,6 +156,7 @@ class RunConfig(Config):
                 )
         problems += self._engine_problems() + self._graph_problems() + self._kind_problems() + self._rollback_problems()
         problems += float8_problems(train, parallel, length) + loss_scale_problems(train)
+        problems += tree_problems(self)
         problems += self.evaluation.problems() + self.checkpoint.problems(self.train.steps)
         if train.branch_from is not None and train.initial_weights is not None:
             problems.append(

@@ -16,6 +16,7 @@ from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import training_tensors, weights
 from megalin.data.batch import AnyBatch
 from megalin.optim.adamw import build_optimizer, set_learning_rate
+from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.compute_waits import ComputeWaits
 from megalin.parallel.data_parallel import measure_waits
 from megalin.parallel.mesh import Mesh
@@ -29,8 +30,9 @@ from megalin.train.graph_choice import automatic_obstacle
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.spikes import SPIKES_PREFIX, SpikeGuard, make_spike_guard
-from megalin.train.step import PendingStep, apply_gradients, train_step
+from megalin.train.step import LaunchedStep, PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
+from megalin.train.tree_gradients import accumulate_by_tree, check_tree_threads
 from megalin.train.update_hooks import UpdateHook, UpdateHooks
 
 FillWeights = Callable[[Mapping[str, Tensor]], Collection[str]]
@@ -113,6 +115,9 @@ class FullyShardedEngine:
         if float8 is not None:
             check_float8_device(mesh.device)
             report_matmuls(config.model, config.parallel, float8, mesh.device.type)
+        self._uses_tree = train.reduction == "tree"
+        if self._uses_tree:
+            on_every_rank(partial(check_tree_threads, mesh.device))
         self.model: TrainedModel = build_model(
             config.model,
             mesh,
@@ -125,8 +130,11 @@ class FullyShardedEngine:
             max_label_fraction=train.max_label_fraction,
             float8=float8,
             accumulates=train.global_batch_size > train.micro_batch_size * mesh.samples.size,
+            reduces=not self._uses_tree,
         )
-        self._optimizer = build_optimizer(self.model, config.optimizer, no_decay=self.model.no_decay_names())
+        self._optimizer = build_optimizer(
+            self.model, config.optimizer, no_decay=self.model.no_decay_names(), same_on_any_shard=self._uses_tree
+        )
         self.timer = StepTimer(mesh.device)
         self._loss_scale, self._spikes = make_loss_scale(train, mesh), make_spike_guard(train, mesh)
         self.settings: Mapping[str, Any] = {}
@@ -166,7 +174,9 @@ class FullyShardedEngine:
             copied=self._copied,
         )
         self._has_stepped, self._copied = True, None
-        if self._graph is None:
+        if self._uses_tree:
+            launched = self._step_by_tree(batches, options)
+        elif self._graph is None:
             launched = train_step(self.model, self._optimizer, batches, self._mesh, **options)
         else:
             self.timer.start()
@@ -176,6 +186,13 @@ class FullyShardedEngine:
         if self.timer.waits is None and self._compares_own_times:
             self._measure_waits()
         return launched
+
+    def _step_by_tree(self, batches: Sequence[AnyBatch], options: _StepOptions) -> LaunchedStep:
+        assert not isinstance(self.model, Pipeline), self.model
+        self.timer.start()
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        found = accumulate_by_tree(self.model, batches, self._mesh, scale)
+        return apply_gradients(self.model, self._optimizer, found.losses, found.counts, grad_norm=found.norm, **options)
 
     @property
     def _compares_own_times(self) -> bool:

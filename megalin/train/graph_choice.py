@@ -47,6 +47,10 @@ def config_obstacles(config: RunConfig) -> Iterator[Obstacle]:
         yield Obstacle('train.engine = "deepspeed", which launches its own kernels', 'engine = "fsdp2"')
     if config.parallel.pp > 1:
         yield Obstacle(f"parallel.pp = {config.parallel.pp}, whose ranks wait for each other on the host", "pp = 1")
+    if config.train.reduction == "tree":
+        yield Obstacle(
+            'train.reduction = "tree", which takes the gradients of each micro-batch', 'reduction = "collective"'
+        )
     sublayers = [sublayer for _, block in config.model.blocks() for sublayer in block.sublayers]
     if reading := {sublayer.type for sublayer in sublayers if sublayer.host_reads_documents}:
         yield Obstacle(

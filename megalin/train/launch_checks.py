@@ -17,6 +17,7 @@ from megalin.train.config import RunConfig, TrainConfig
 from megalin.train.deepspeed_config import check_deepspeed_version
 from megalin.train.deepspeed_settings import deepspeed_settings
 from megalin.train.float8 import check_float8_layers, float8_settings
+from megalin.train.reduction import check_tree_ranks
 
 
 def check_launch(config: RunConfig, world_size: int) -> None:
@@ -47,6 +48,7 @@ def _check_step(config: RunConfig, world_size: int) -> None:
     """Raises ConfigError if the samples do not divide over the data axis or do not fill the pipeline, or if the engine
     is not installed or its own config contradicts this one."""
     train, parallel = config.train, config.parallel
+    check_tree_ranks(train, world_size)
     data_size = world_size // (parallel.tp * parallel.cp * parallel.pp)
     together = train.micro_batch_size * data_size
     if train.global_batch_size % together:

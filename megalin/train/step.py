@@ -242,6 +242,7 @@ def apply_gradients(
     spikes: SpikeGuard | None = None,
     compare_kernels: bool = False,
     copied: torch.cuda.Event | None = None,
+    grad_norm: Tensor | None = None,
 ) -> LaunchedStep:
     """One norm, one finite check, clip, update; `losses` and `counts` come from `accumulate_gradients`, `copied` is
     that of `train_step`, `step` is for messages.
@@ -254,6 +255,9 @@ def apply_gradients(
     The step's duration ends with its loss and norm, before the update, so that reading it waits for nothing more; the
     update counts for the next step. Without a `timer` this function alone is measured.
 
+    Args:
+        grad_norm: [], of the whole gradient with its loss scale; None: it is computed.
+
     Raises:
         KernelError: with `compare_kernels`, as `check_same_self_tests` does, before the update.
     """
@@ -263,7 +267,7 @@ def apply_gradients(
     timer.start()
     given = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
     scale = None if loss_scale is None else loss_scale.scale
-    norms = _clip(model, optimizer, given.values(), max_grad_norm, scale)
+    norms = _clip(model, optimizer, given.values(), max_grad_norm, scale, grad_norm)
     values = torch.stack([losses.sum(), norms.global_norm.to(losses.dtype), counts[0].to(losses.dtype), *losses])
     scalars = [values]
     if copied is not None:
@@ -292,6 +296,7 @@ def _clip(
     given: Collection[nn.Parameter],
     max_norm: float | None,
     loss_scale: Tensor | None,
+    grad_norm: Tensor | None,
 ) -> GradientNorms:
     """Norms of the gradients of the `given` parameters, which are scaled here or in the optimizer's update."""
     copies, stages = (model.counted_elsewhere(), model.pp.axis) if isinstance(model, Pipeline) else ((), None)
@@ -302,6 +307,7 @@ def _clip(
         stages=stages,
         loss_scale=loss_scale,
         in_place=not folds_scale(optimizer),
+        global_norm=grad_norm,
     )
 
 

@@ -1,12 +1,11 @@
 """Rank program of test_replicas_gpu.py: `megalin`, with a bit of a weight of rank 1 that flips after step 3."""
 
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megalin.__main__ import main
+from megalin.__main__ import run
 from megalin.parallel.tensor_parallel import local
 from megalin.train.engine import FullyShardedEngine
 
@@ -25,4 +24,4 @@ def _step_and_flip(engine: FullyShardedEngine, *args: Any, **options: Any) -> An
 
 if __name__ == "__main__":
     FullyShardedEngine.step = _step_and_flip  # type: ignore[method-assign]
-    sys.exit(main())
+    run()

@@ -35,7 +35,8 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint={"keep_latest": 2})
+    saves = {"every_steps": HALF // 2, "keep_latest": 2}
+    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint=saves)
 
 
 def _train_both(config: Path, folder: Path) -> None:

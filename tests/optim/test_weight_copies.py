@@ -26,6 +26,7 @@ from megalin.parallel.weight_copies import WeightCopy, refresh_weight_copies, we
 from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
 from megalin.train.step import accumulate_gradients
+from megalin.train.tree_gradients import accumulate_by_tree
 from tests.model_runs import CPU, write_config
 from tests.ranks import run_ranks
 
@@ -124,6 +125,15 @@ def test_the_gradient_of_one_micro_batch_stays_in_the_compute_dtype(config, dtyp
     precise = {id(p) for module in engine.model.full_precision_modules() for p in module.parameters()}
     for parameter in engine.model.parameters():
         assert parameter.grad.dtype == (torch.float32 if id(parameter) in precise else getattr(torch, dtype))
+
+
+def test_a_tree_of_micro_batches_gives_fp32_gradients_to_weights_with_copies(config):
+    tree = ("train.reduction=tree", "parallel.zero=1")
+    ((found, expected),) = both_runs(config, (tree,))
+    assert_same_bits(found, expected)
+    engine = make_engine(config, *tree)
+    accumulate_by_tree(engine.model, [make_batch()] * 2, engine._mesh)
+    assert {parameter.grad.dtype for parameter in engine.model.parameters()} == {torch.float32}
 
 
 def test_steps_of_more_micro_batches_than_the_config_s_are_our_bug(config):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megalin.parallel.diagnosis import RankView, StallLimits, diagnose
-from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, LaunchedOp, RankSlot, create
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, LaunchedOp, RankSlot, create, current
 from megalin.parallel.process_state import ProcessState
 from megalin.parallel.watchdog import Watchdog, WatchdogReport
+from tests.ranks import fork_context
 
 LIMITS = StallLimits(hang=10.0, phase=60.0)
 
@@ -146,81 +148,69 @@ def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
     assert medians == [0.0, 40.0, 1.0, 1.5, 2.0]
 
 
-RANK = """
-import ctypes, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from megalin.parallel.diagnosis import StallLimits
-from megalin.parallel.heartbeats import HeartbeatFile, current
-from megalin.parallel.watchdog import Watchdog, WatchdogReport
-folder, rank, stuck = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-file, heartbeat = HeartbeatFile.open(folder / "heartbeats"), current()
-heartbeat.move_to(file, rank)
-heartbeat.step = 4
-report = WatchdogReport(print, lambda verdict: (folder / "reported").write_text(f"{rank}: {verdict.message}"))
-with Watchdog(file, heartbeat, rank, StallLimits(2.0, 60.0), folder / "stacks", report).running() as watchdog:
-    if rank == 0:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print("started", flush=True)
-    sys.stdin.readline()  # none is late because its start took longer
-    heartbeat.enter("step")
-    if stuck == "C call" and rank == 1:
-        ctypes.PyDLL(None).sleep(60)  # keeps Python's lock
-    while rank == 1:
-        heartbeat.record("op", "data", (1,))
-        time.sleep(0.05)
-    heartbeat.start_wait("all_reduce", "data", (3,))
-    if stuck != "SIGKILL" or rank == 2:
-        time.sleep(60)
-    watchdog.verdict(60.0)
-    if rank == 3:
-        ctypes.PyDLL(None).sleep(60)
-time.sleep(60)  # the process group's shutdown waits for kernels
-"""
+def _rank(folder: Path, rank: int, fault: str, start: Any) -> None:
+    """A rank of a step in which rank 1 is stopped, killed or stuck. Its standard error is a file; that of rank 3, where
+    rank 1 is stopped, is a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    if (fault, rank) != ("SIGSTOP", 3):
+        writer = os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(writer, 2)
+    file, heartbeat = HeartbeatFile.open(folder / "heartbeats"), current()
+    heartbeat.move_to(file, rank)
+    heartbeat.step = 4
+    report = WatchdogReport(print, lambda verdict: (folder / "reported").write_text(f"{rank}: {verdict.message}"))
+    with Watchdog(file, heartbeat, rank, StallLimits(2.0, 60.0), folder / "stacks", report).running() as watchdog:
+        if rank == 0:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        start.wait()  # none is late because its start took longer
+        heartbeat.enter("step")
+        if fault == "C call" and rank == 1:
+            ctypes.PyDLL(None).sleep(60)  # keeps Python's lock
+        while rank == 1:
+            heartbeat.record("op", "data", (1,))
+            time.sleep(0.05)
+        heartbeat.start_wait("all_reduce", "data", (3,))
+        if fault != "SIGKILL" or rank == 2:
+            time.sleep(60)
+        watchdog.verdict(60.0)
+        if rank == 3:
+            ctypes.PyDLL(None).sleep(60)
+    time.sleep(60)  # the process group's shutdown waits for kernels
 
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL"])
 def test_watchdogs_end_all_processes(tmp_path, fault):
-    count = 3 if fault == "C call" else 4
+    count, context = 3 if fault == "C call" else 4, fork_context()
     create(tmp_path / "heartbeats", count)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), str(rank), fault],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(count)
-    ]
+    start = context.Barrier(count + 1, timeout=60.0)
+    ranks = [context.Process(target=_rank, args=(tmp_path, rank, fault, start), daemon=True) for rank in range(count)]
     for rank in ranks:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-    if fault == "SIGSTOP":  # nobody reads the error of the last rank
-        ranks[3].stderr.close()
-        ranks[3].stderr = None
-    for rank in ranks:
-        rank.stdin.write("\n")
-        rank.stdin.flush()
+        rank.start()
+    start.wait()
     started = time.monotonic()
     if fault.startswith("SIG"):
-        ranks[1].send_signal(signal.Signals[fault])
-    texts = [rank.communicate(timeout=30)[1] for rank in ranks]
-    assert time.monotonic() - started < 10
+        os.kill(ranks[1].pid, signal.Signals[fault])
+    for rank in ranks:
+        rank.join(max(0.0, started + 10.0 - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert None not in codes, codes
     code = 6 if fault == "SIGKILL" else 7
     if fault == "SIGKILL":  # by a thread without Python's lock, which a C call keeps
-        assert ranks[3].returncode == 1
-    elif fault == "SIGSTOP":
-        assert ranks[3].returncode == 7
-    assert [ranks[0].returncode, ranks[2].returncode] == [code, code]
+        assert codes[3] == 1
+    elif fault == "SIGSTOP":  # nobody reads its error
+        assert codes[3] == 7
+    assert [codes[0], codes[2]] == [code, code]
     # The signal for the stacks ends that sleep early: then this rank reads the others' verdict and leaves by itself.
-    assert ranks[1].returncode in ((-9, 7) if fault == "C call" else (-9,))
+    assert codes[1] in ((-9, 7) if fault == "C call" else (-9,))
     what = "rank 1 died" if fault == "SIGKILL" else "rank 1 stalled: no progress for "
     assert (tmp_path / "reported").read_text().startswith(f"0: {what}")
+    texts = [(tmp_path / f"stderr {rank}").read_text() for rank in range(3)]
     for rank in (0, 2):
         assert what in texts[rank]
-        assert "in <module>" in (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
+        assert "in _rank" in (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
     if fault == "C call":
-        assert "in <module>" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+        assert "in _rank" in (tmp_path / "stacks" / "rank-1.txt").read_text()
     assert HeartbeatFile.open(tmp_path / "heartbeats").note(2) == texts[2].strip().partition("Error: ")[2]

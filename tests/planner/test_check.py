@@ -128,6 +128,19 @@ def test_the_state_of_update_hooks_is_counted(config, needed):
         check_memory(config, 1, state, [Hook()])
 
 
+def test_the_sums_of_a_tree_reduction_are_counted(path):
+    """Of four micro-batches: one sum for each level, the leaf, and two copies while ranks are added."""
+    tree = ["train.reduction=tree", "train.micro_batch_size=1", "parallel.zero=1"]
+    config, collective = load_run_config(path, tree), load_run_config(path, tree[1:])
+    assert isinstance(config.model, ModelConfig)
+    sums = 5 * 4 * sum(parameter.numel() for parameter in LanguageModel(config.model).parameters())
+    estimator = Estimator(workload_of(collective, config.model), HARDWARE["h200"])
+    needed = estimator.estimate(layout_of(collective, 1), refined=False).memory.total + sums
+    assert check_memory(config, 1, needed) == needed
+    with pytest.raises(ConfigError, match=r"needs about .* use more GPUs"):
+        check_memory(config, 1, int(needed / MARGIN) - 1)
+
+
 def test_external_mixers_are_not_traced_but_their_parameters_are_counted(config):
     table = {"vocab_size": 257, "hidden_size": 32, "layers": [{"sublayers": [TOY]}]}
     model = ModelConfig.model_validate(table)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = ("train_benchmarks", "benchmark_train", "plot_training", "plot_parallel")
+TOOLS = ("train_benchmarks", "benchmark_train", "benchmark_presets", "plot_training", "plot_parallel")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import chaos
@@ -16,6 +17,7 @@ from fault_matrix.lab import Check
 
 from megalin.data.datasets.token import TokenDataset
 from megalin.files import remove
+from tests.ranks import fork_context
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -31,7 +33,15 @@ def test_the_first_check_decides_between_partly_and_fail(held, expected):
     assert matrix.verdict([Check("check", holds, "") for holds in held]) == expected
 
 
-def test_a_row_that_does_not_hold_is_printed_and_fails_the_tool(monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def server_of_ranks(monkeypatch):
+    """Forks the commands of rows where ranks are forked, and leaves that server running for other files."""
+    fork_context()
+    forkserver.ensure_running()
+    monkeypatch.setattr(faults, "stop_server", lambda: None)
+
+
+def test_a_row_that_does_not_hold_is_printed_and_fails_the_tool(server_of_ranks, monkeypatch, capsys, tmp_path):
     attempts = []
 
     def partly(lab):
@@ -49,10 +59,10 @@ def test_a_row_that_does_not_hold_is_printed_and_fails_the_tool(monkeypatch, cap
     assert json.loads((tmp_path / "rows").read_text().splitlines()[0])["verdict"] == "PARTLY"
 
 
-def test_an_unknown_fault_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        faults.main(["F99"])
-    assert "no fault F99; known are F01 to F72" in capsys.readouterr().err
+def test_the_program_refuses_an_unknown_fault():
+    code, text = _tool("faults.py", "F99")
+    assert code == 2
+    assert "no fault F99; known are F01 to F72" in text
 
 
 def test_a_save_that_first_removes_the_checkpoint_before_is_found(monkeypatch, tmp_path):
@@ -95,8 +105,9 @@ def _tool(*command):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_quick_part_of_the_matrix_passes():
-    code, text = _tool("faults.py")
+def test_quick_part_of_the_matrix_passes(server_of_ranks, capsys):
+    code = faults.main([])
+    text = capsys.readouterr().out
     assert code == 0, text
     assert text.splitlines()[-1] == f"{len(faults.QUICK)} of {len(faults.QUICK)}"
 

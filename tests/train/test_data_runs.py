@@ -8,6 +8,7 @@ from tests.ranks import run_ranks
 
 STOP = 5
 CHANGED = 8
+SAVES = {"every_steps": 6}
 
 
 def _overrides(folder, *, weights, from_step=CHANGED):
@@ -28,7 +29,7 @@ def _check(config, folder, whole, changed, message):
 
 
 def test_blend_that_changes_in_mid_run_leaves_what_was_read_before(tmp_path, capfd):
-    config = write_config(tmp_path)
+    config = write_config(tmp_path, checkpoint=SAVES)
     changed = _overrides(tmp_path, weights="{train = 1.0, extra = 1.0}")
     message = r"shares of the sources: .*\[8, {'train': 0.5, 'extra': 0.5}\]\] in the checkpoint, .*'extra': 0.75"
     run_ranks(1, _check, config, tmp_path / "run", tmp_path / "whole", changed, message)
@@ -46,7 +47,7 @@ def _refused(config, folder, changes):
 
 
 def test_change_of_what_was_read_is_refused(tmp_path):
-    config = write_config(tmp_path)
+    config = write_config(tmp_path, checkpoint=SAVES)
     before = _overrides(tmp_path, weights="{train = 1.0, extra = 1.0}", from_step=STOP - 1)
     extra = write_shard(tmp_path / "data" / "more", documents(500, seed=8))
     changes = [
@@ -66,7 +67,7 @@ def _in_megatrons_order(config, folder, overrides, stop):
 
 
 def test_run_in_megatrons_order_goes_on_over_ranks(tmp_path):
-    config = write_config(tmp_path, data={"order": "megatron"})
+    config = write_config(tmp_path, data={"order": "megatron"}, checkpoint=SAVES)
     run_ranks(1, _in_megatrons_order, config, tmp_path / "whole", [], False)
     run_ranks(1, _in_megatrons_order, config, tmp_path / "run", [], True)
     run_ranks(2, _in_megatrons_order, config, tmp_path / "run", ["parallel.shard=2"], False)
@@ -75,7 +76,7 @@ def test_run_in_megatrons_order_goes_on_over_ranks(tmp_path):
 
 
 def test_run_on_packed_sequences_goes_on_over_ranks(tmp_path):
-    config = write_config(tmp_path, data={"packing": "best_fit"})
+    config = write_config(tmp_path, data={"packing": "best_fit"}, checkpoint=SAVES)
     run_ranks(1, train_here, config, tmp_path / "whole")
     run_ranks(1, train_here, config, tmp_path / "run", f"train.stop_after_steps={STOP}")
     run_ranks(2, train_here, config, tmp_path / "run", "data.workers=3")

@@ -47,7 +47,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = model_table()["layers"]
     layers[1]["sublayers"][1]["intermediate_size"] = 64  # so that the second stage gets this sub-layer only
     train = {"micro_batch_size": 1, "evaluate_every_steps": 4}
-    return write_config(tmp_path_factory.mktemp("run"), model={"layers": layers}, train=train)
+    saves = {"every_steps": STEPS // 2}
+    return write_config(tmp_path_factory.mktemp("run"), model={"layers": layers}, train=train, checkpoint=saves)
 
 
 @pytest.fixture(scope="module")

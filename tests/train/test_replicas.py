@@ -33,16 +33,18 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("elements", [0, 1, 37, 512, 1000])
-def test_checksum_is_the_sum_of_the_bits_times_odd_factors(elements, dtype, monkeypatch):
+@pytest.mark.parametrize("offset", [0, 1])
+def test_checksum_is_the_sum_of_the_words_times_odd_factors(offset, elements, dtype, monkeypatch):
     monkeypatch.setattr(replicas, "_PERIOD", 16)
-    monkeypatch.setattr(replicas, "_ROWS", 2)
+    monkeypatch.setattr(replicas, "_BLOCKS_AT_A_TIME", {"cpu": 2})
     check: Any = object.__new__(ReplicaCheck)
     check._factors = replicas._odd_factors(CPU)
-    x = torch.randn(elements, dtype=dtype)
-    bits = x.view(torch.int64 if dtype == torch.float64 else torch.int32).tolist()
-    expected = sum((2 * (i % 16) + 1) * value for i, value in enumerate(bits)) % 2**64
+    x = torch.randn(elements + offset).to(dtype)[offset:]
+    data = bytes(x.clone().view(torch.uint8).tolist())
+    words = [int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8)]
+    expected = sum((2 * (i % 16) + 1) * word for i, word in enumerate(words)) % 2**64
     assert int(check._checksum(x)) % 2**64 == expected
 
 

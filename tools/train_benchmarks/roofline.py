@@ -11,8 +11,8 @@ The roofline is the sum of three times of one run, since a step runs them one af
   of the input read (n in) and that of the output written (n out). Depthwise convolutions [C, width] count as in = 0.
   The residual stream, in its own dtype, is read and written by each sub-layer, and backward read twice and written
   once (5 n D). The embedding writes n D and reads its gradient; the logits are read once and their gradient written
-  once (2 n V). A parameter is cast to c (4 + c bytes), its fp32 gradient read for the norm (4) and the update (4), and
-  the weight and two moments read and written in fp32 (24).
+  once (2 n V). A parameter's gradient is read in c for the norm (c) and the update (c), the weight and two moments are
+  read and written in fp32 (24), and a weight in c, where that is not fp32, is written too (c).
 
 Reads and writes of scans and of matmuls are part of their own time.
 
@@ -46,8 +46,8 @@ MIXING = re.compile(r"megalin::\w*(scan|attention)|aten::_(cudnn|flash|efficient
 NARROW = 8
 """Matrices of at most this many inputs are depthwise convolutions."""
 DTYPES = {"float": torch.float32, "c10::BFloat16": torch.bfloat16, "c10::Half": torch.float16, "double": torch.float64}
-UPDATE_BYTES = 4 + 4 + 4 + 24
-"""Bytes per parameter: gradient twice, weight for the cast, weight and two moments read and written."""
+UPDATE_BYTES = 24
+"""Bytes per parameter: weight and two moments read and written."""
 
 
 class Operand(NamedTuple):
@@ -168,7 +168,8 @@ def unavoidable_bytes(model: nn.Module, *, tokens: int, compute_bytes: int, hidd
     residual = (5 * sublayers + 2) * config.hidden_size
     parameters = sum(p.numel() for p in model.parameters())
     per_token = (columns + 2 * config.vocab_size) * compute_bytes + residual * hidden_bytes
-    return tokens * per_token + parameters * (UPDATE_BYTES + compute_bytes)
+    update = UPDATE_BYTES + compute_bytes * (3 if compute_bytes < 4 else 2)
+    return tokens * per_token + parameters * update
 
 
 def measure_roofline(recorded: Recorded, moved_bytes: int, *, step_flops: float, rounds: int = 3) -> Roofline:

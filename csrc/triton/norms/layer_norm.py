@@ -131,7 +131,8 @@ def backward_kernel(
 
 
 PROCESSORS = 132
-"""Multiprocessors; the backward starts three programs per multiprocessor for narrow rows, one for wide ones."""
+"""Multiprocessors; the backward starts three programs per multiprocessor for narrow rows, two with a gate, one for wide
+ones."""
 
 
 class ForwardOutput(NamedTuple):
@@ -161,9 +162,9 @@ def _backward_constants(width: int, element_size: int) -> dict[str, int]:
     return {"STAGES": stages, "BLOCK_ROWS": 1, "BLOCK_WIDTH": block_width, "num_warps": block_width // 512}
 
 
-def _programs(width: int) -> int:
+def _programs(width: int, *, gated: bool) -> int:
     """Most programs of the backward."""
-    return PROCESSORS * (3 if width <= 2048 else 1)
+    return PROCESSORS * ((2 if gated else 3) if width <= 2048 else 1)
 
 
 def forward(
@@ -212,7 +213,7 @@ def backward(
     `Gradients`. A dtotal of None is zero."""
     rows, width = total.shape
     constants = _backward_constants(width, total.element_size())
-    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), _programs(width))
+    programs = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), _programs(width, gated=gate is not None))
     dx, dgate = torch.empty_like(total), None if gate is None else torch.empty_like(gate)
     partial = total.new_empty(programs, 2 * width, dtype=torch.float32)
     operands = dy, dtotal, total, gate, weight, bias, mean, scale

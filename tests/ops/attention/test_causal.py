@@ -45,7 +45,12 @@ def test_queries_of_the_last_tokens_alone(packed: bool, window: int | None):
     def every(q, k, v):
         return [causal_attention(q, k, v, documents=documents, window=window)[:, 40:]]
 
-    assert_close(outputs_and_gradients(last, inputs), outputs_and_gradients(every, inputs), 1e-12)
+    actual, expected = outputs_and_gradients(last, inputs), outputs_and_gradients(every, inputs)
+    if window == 1:  # the weight of the only visible key is 1: what rounding leaves of these gradients differs by CPU
+        for name in ("gradient.q", "gradient.k"):
+            assert actual.pop(name).abs().max() < 1e-14
+            assert expected.pop(name).abs().max() < 1e-14
+    assert_close(actual, expected, 1e-12)
 
 
 def test_documents_are_their_starts_in_few_sizes():
