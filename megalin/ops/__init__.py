@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megalin.ops.attention.dense import dense_attention, dense_attention_reference
     from megalin.ops.attention.softmax import softmax_attention, softmax_attention_reference
     from megalin.ops.attention.window import window_attention, window_attention_reference
+    from megalin.ops.gates.forget_gate_scan import forget_gate_scan, forget_gate_scan_reference
     from megalin.ops.gates.forget_gates import forget_gates, forget_gates_reference
     from megalin.ops.gates.gated_product import gated_product, gated_product_reference
     from megalin.ops.gates.low_rank_gate import low_rank_gate, low_rank_gate_reference
@@ -43,6 +44,8 @@ __all__ = [
     "decay_step",
     "dense_attention",
     "dense_attention_reference",
+    "forget_gate_scan",
+    "forget_gate_scan_reference",
     "forget_gates",
     "forget_gates_reference",
     "gated_product",
@@ -89,6 +92,7 @@ _MODULES = {
     "attention.dense": ("dense_attention", "dense_attention_reference"),
     "attention.softmax": ("softmax_attention", "softmax_attention_reference"),
     "attention.window": ("window_attention", "window_attention_reference"),
+    "gates.forget_gate_scan": ("forget_gate_scan", "forget_gate_scan_reference"),
     "gates.forget_gates": ("forget_gates", "forget_gates_reference"),
     "gates.gated_product": ("gated_product", "gated_product_reference"),
     "gates.low_rank_gate": ("low_rank_gate", "low_rank_gate_reference"),

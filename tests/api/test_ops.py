@@ -56,6 +56,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Callable[[], Tensor]]]] = {
         lambda f, *x: f(*x),
         [lambda: heads(*Q), lambda: heads(*Q), lambda: heads(*VALUES), lambda: negative(*Q)],
     ),
+    "forget_gate_scan": (
+        lambda f, *x: f(*x),
+        [lambda: heads(*Q), lambda: heads(*Q), lambda: heads(*VALUES), lambda: 0.1 - 0.5 * negative(*Q[2:])],
+    ),
     "vector_decay_step": (
         lambda f, *x: f(*x),
         [

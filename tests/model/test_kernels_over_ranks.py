@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 
 CP, ROWS, TOKENS = 3, 2, 210
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)[1:]
-SCANS = {"transnormer": "decay_scan", "hgrn2": "vector_decay_scan", "mamba2": "scalar_decay_scan"}
+SCANS = {"transnormer": "decay_scan", "hgrn2": "forget_gate_scan", "mamba2": "scalar_decay_scan"}
 """Models and the scans of their mixers."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")

@@ -29,6 +29,10 @@ def _heads(key: int, value: int, **decays: Any) -> Items:
     return _scan({"K": key, "V": value}, {"q": BF16, "k": BF16, "v": BF16, **decays})
 
 
+def _gates(key: int, value: int) -> Items:
+    return _scan({"K": key, "V": value}, {"q": BF16, "logit": BF16, "v": BF16, "bound": FP32})
+
+
 def _channels(width: int, states: int) -> Items:
     dtypes = {"q": BF16, "k": BF16, "v": BF16, "step": FP32, "rates": FP32}
     return _scan({"D": width, "N": states}, dtypes)
@@ -47,6 +51,7 @@ def _tpe(width: int, decays: int) -> Items:
 CASES = {
     "decay_scan": (_heads(128, 96, slopes=FP32), _heads(NARROW, NARROW, slopes=FP32)),
     "vector_decay_scan": (_heads(128, 96, log_decay=FP32), _heads(NARROW, NARROW, log_decay=FP32)),
+    "forget_gate_scan": (_gates(128, 96), _gates(NARROW, NARROW)),
     "scalar_decay_scan": (
         _heads(128, 64, log_decay=FP32, key_heads=1),
         _heads(NARROW, NARROW, log_decay=FP32, key_heads=1),
@@ -65,7 +70,8 @@ CASES = {
     "tpe": (_tpe(NARROW, 128), _tpe(NARROW, NARROW)),
 }
 """By op, a wide case, of more than one tile as those of presets are, and a narrow one."""
-CASES |= {f"split_{op}": CASES[op] for op in ("decay_scan", "vector_decay_scan", "scalar_decay_scan", "selective_scan")}
+SHARDED = ("decay_scan", "vector_decay_scan", "forget_gate_scan", "scalar_decay_scan", "selective_scan")
+CASES |= {f"split_{op}": CASES[op] for op in SHARDED}
 
 
 def self_test(op: str, items: Items) -> str:

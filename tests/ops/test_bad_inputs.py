@@ -13,6 +13,7 @@ from megalin.ops.attention.softmax import softmax_attention
 from megalin.ops.attention.window import WindowCache, window_attention
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.documents import PackedDocuments
+from megalin.ops.gates.forget_gate_scan import forget_gate_scan
 from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.linear_cross_entropy import VocabularySlice, fused_linear_cross_entropy
 from megalin.ops.norms.gated_squares import gated_squares
@@ -85,6 +86,17 @@ OPS = {
     "decay_step": (decay_step, step("slopes")),
     "vector_decay_scan": (vector_decay_scan, scan("log_decay")),
     "vector_decay_step": (vector_decay_step, step("log_decay")),
+    "forget_gate_scan": (
+        forget_gate_scan,
+        {
+            "v": ones(B, T, H, V),
+            "q": ones(B, T, H, K),
+            "logit": ones(B, T, H, K),
+            "bound": ones(H, K) / 2,
+            "initial_state": ones(B, H, K, V),
+            "document_ids": ids(),
+        },
+    ),
     "scalar_decay_scan": (scalar_decay_scan, {**scan("log_decay"), "log_decay": -ones(B, T, H)}),
     "selective_scan": (
         selective_scan,
@@ -241,6 +253,7 @@ def test_tensors_on_different_devices(op, name):
 
 FIRST = {
     **dict.fromkeys(["decay_scan", "vector_decay_scan", "scalar_decay_scan", "selected_state"], "v"),
+    "forget_gate_scan": "v",
     **dict.fromkeys(["dense_attention", "softmax_attention", "causal_attention", "window_attention"], "q"),
     **dict.fromkeys(["tpe", "tpe_state", "rope"], "x"),
     "decay_state": "k",

@@ -8,6 +8,7 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from megalin.ops.dispatch import backend as backends
+from megalin.ops.gates.forget_gate_scan import forget_gate_scan
 from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.ops.norms.gated_layer_norm import gated_layer_norm
@@ -70,6 +71,17 @@ def test_the_scan_of_a_vector_decay(length, dtype):
 
     gates = draw(BATCH, length, 3 * KEYS + RANK, dtype=torch.float32)
     run(scan, gates, draw(BATCH, length, WIDTH, dtype=dtype), draw(BATCH, 1, KEYS, WIDTH, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("length", "dtype"), CASES)
+def test_the_scan_of_forget_gates(length, dtype):
+    def scan(projection, v, bound, state):
+        q, logit, _ = (x[:, :, None] for x in projection.split([KEYS, KEYS, RANK], dim=-1))
+        ids = documents(length)
+        return forget_gate_scan(q, logit, v[:, :, None], bound.sigmoid(), initial_state=state, document_ids=ids)
+
+    tensors = (draw(BATCH, length, 2 * KEYS + RANK, dtype=dtype), draw(BATCH, length, WIDTH, dtype=dtype))
+    run(scan, *tensors, *(draw(*shape, dtype=torch.float32) for shape in ((1, KEYS), (BATCH, 1, KEYS, WIDTH))))
 
 
 @pytest.mark.parametrize(("length", "dtype"), [(1, torch.float32), pytest.param(*CASES[1], marks=pytest.mark.slow)])

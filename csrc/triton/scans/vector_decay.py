@@ -3,6 +3,9 @@
 Bytes, of n = B T H elements K or V wide: the scores read q, k, g and write q, k decayed and the sums of g (one fp32),
 and C/K of an element for A; the forward sweep reads three and A, writes the output and V/C of a state; the reverse
 sweep likewise; the gradients read q, k, v, do, the sums and two states per chunk and write dq, dk and dg.
+
+With `gates`, k is the logits of tied forget gates and log_decay their lower bounds [H, K] (vector_decay_gates.py): one
+tensor of 2 bytes an element in place of 6, of logits and of their gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ from torch import Tensor
 import triton
 from megalin._triton.dispatch.chips import has_tensor_memory
 from megalin._triton.scans.vector_decay_chunk import gradients_kernel, products_kernel, scores_kernel
-from megalin._triton.scans.vector_decay_mild import mild_gradients_kernel, mild_scores_kernel
+from megalin._triton.scans.vector_decay_mild import (
+    mild_gate_gradients_kernel,
+    mild_gradients_kernel,
+    mild_scores_kernel,
+)
 from megalin._triton.scans.vector_decay_sweep import forward_kernel, reverse_kernel, segment_kernel, total_kernel
 
 CHUNK = 64
@@ -53,14 +60,15 @@ class Segments(NamedTuple):
 
 
 def begin(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, *, total: bool
-) -> tuple[Tensor, Tensor, Chunks, Segments]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, *, total: bool,
+    gates: bool,
+) -> tuple[Tensor, Tensor, Chunks, Segments]:  # fmt: skip
     """First phase: the final state from zero [B, H, K, V] and the total decay [B, H, K], fp32, empty unless `total`,
     and the inputs of `finish`.
 
     q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; documents [B, T] contiguous.
     """
-    chunks = _chunks(q, k, v, log_decay, scale, documents)
+    chunks = _chunks(q, k, v, log_decay, scale, documents, gates)
     segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=total)
     return *_total(segments, v, reverse=False, total=total), chunks, segments
 
@@ -94,9 +102,9 @@ def begin_backward(doutput: Tensor, chunks: Chunks, *, total: bool) -> tuple[Ten
 
 def finish_backward(
     doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
-    documents: Tensor | None, chunks: Chunks, states: Tensor, segments: Segments,
+    documents: Tensor | None, chunks: Chunks, states: Tensor, segments: Segments, *, gates: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Second phase of the backward: dq, dk, dv, dg and the gradient of `entering`, contiguous."""
+    """Second phase of the backward: gradients of q, k, v, log_decay and `entering`, contiguous."""
     batch, length, heads, width = q.shape
     number = chunks.through.shape[2]
     constants = _sweep_constants(width, v.shape[3], v.dtype)
@@ -117,23 +125,26 @@ def finish_backward(
         *v.stride()[:3], *doutput.stride()[:3], length, number, heads, **constants,
     )  # fmt: skip
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-    dg = q.new_empty(q.shape, dtype=torch.float32)
-    strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
+    # Of bounds, one summand per chunk.
+    dg = torch.empty_like(chunks.through) if gates else q.new_empty(q.shape, dtype=torch.float32)
+    strides = _strides(q, k, log_decay, gates)
     masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
     from_products = (dq_start, dk_end, dscores, dself, dthrough)
     if some:
         constants = _mild_gradients_constants(width)
-        mild_gradients_kernel[(batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))](
+        grid = (batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))
+        kernel = mild_gate_gradients_kernel if gates else mild_gradients_kernel
+        kernel[grid](
             q, k, log_decay, masks, chunks.kind, *from_products, dq, dk, dg,
-            *strides, length, number, heads, scale, **constants,
+            *(strides[:6] + strides[8:] if gates else strides), length, number, heads, scale, **constants,
         )  # fmt: skip
     constants = _gradients_constants(width, v.dtype)
     gradients_kernel[(batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))](
         q, k, log_decay, documents, masks, chunks.kind, chunks.through, *from_products, dq, dk, dg,
         *strides, length, number, heads, scale,
-        DOCUMENTS=documents is not None, SOME=some, **constants,
+        DOCUMENTS=documents is not None, SOME=some, GATES=gates, **constants,
     )  # fmt: skip
-    return dq, dk, dv, dg, dinitial
+    return dq, dk, dv, dg.sum((0, 2)) if gates else dg, dinitial
 
 
 def empty_chunks(q: Tensor, v: Tensor) -> Chunks:
@@ -150,20 +161,28 @@ def empty_chunks(q: Tensor, v: Tensor) -> Chunks:
     )
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None) -> Chunks:
+def _strides(q: Tensor, k: Tensor, log_decay: Tensor, gates: bool) -> tuple[int, ...]:
+    """Strides of q, k and log_decay over batch, tokens and heads; bounds [H, K] have none over the first two."""
+    return *q.stride()[:3], *k.stride()[:3], *((0, 0, log_decay.stride(0)) if gates else log_decay.stride()[:3])
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, gates: bool
+) -> Chunks:
     batch, length, heads, width = q.shape
     number = triton.cdiv(length, CHUNK)
     chunks = empty_chunks(q, v)
-    strides = (*q.stride()[:3], *k.stride()[:3], *log_decay.stride()[:3])
+    strides = _strides(q, k, log_decay, gates)
     masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
     if some:
         mild_scores_kernel[(batch * heads * number,)](
             q, k, log_decay, documents, masks, *chunks, *strides, length, number, heads, scale,
-            DOCUMENTS=documents is not None, TENSOR_MEMORY=has_tensor_memory(), **_mild_scores_constants(width),
+            DOCUMENTS=documents is not None, TENSOR_MEMORY=has_tensor_memory(), GATES=gates,
+            **_mild_scores_constants(width),
         )  # fmt: skip
     scores_kernel[(batch * heads * number,)](
         q, k, log_decay, documents, masks, chunks.kind, *chunks[:4], *strides, length, number, heads, scale,
-        DOCUMENTS=documents is not None, SOME=some, **_scores_constants(width, v.dtype),
+        DOCUMENTS=documents is not None, SOME=some, GATES=gates, **_scores_constants(width, v.dtype),
     )  # fmt: skip
     return chunks
 

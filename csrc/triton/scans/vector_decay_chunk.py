@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from megalin._triton.scans.vector_decay_gates import load_keys, load_logit, store_gradients
 
 CHUNK = tl.constexpr(64)
 LEVELS = tl.constexpr(6)
@@ -95,7 +96,7 @@ def scores_kernel(
     kind_ptr, q_start_ptr, k_end_ptr, scores_ptr, through_ptr,  # as in Chunks of vector_decay.py
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """Writes per chunk the scores A, q decayed from its start, k decayed to its end, and the decay through it.
 
@@ -123,8 +124,8 @@ def scores_kernel(
         channel = start + tl.arange(0, BLOCK_K)
         mask = live[:, None] & (channel < K)[None, :]
         q = load_rows(q_ptr, q_t, row, channel, mask).to(tl.float32) * scale
-        k = load_rows(k_ptr, k_t, row, channel, mask).to(tl.float32)
-        g = tl.maximum(load_rows(g_ptr, g_t, row, channel, mask), LOWEST) * LOG2_E
+        k, g = load_keys(k_ptr, g_ptr, k_t, g_t, row, channel, mask, LOWEST, K, GATES, tl.float32 != DTYPE)
+        k = k.to(tl.float32)
         scores += tl.where(row[:, None] == column[None, :], tl.sum(q * k, axis=1)[:, None], 0.0)
         from_start, to_end, through = chunk_decays(
             g, masks_ptr, row, column, document, entering, leaving, DTYPE, DOCUMENTS
@@ -203,7 +204,7 @@ def gradients_kernel(
     dq_ptr, dk_ptr, dg_ptr,  # [B, T, H, K] contiguous
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, k and g of one chunk and BLOCK_K channels, from those of the results of scores_kernel."""
     DTYPE: tl.constexpr = dscores_ptr.dtype.element_ty
@@ -219,9 +220,10 @@ def gradients_kernel(
     channel = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask, wide = live[:, None] & (channel < K)[None, :], (channel < K)[None, :]
     q = load_rows(q_ptr + batch * q_b + head * q_h + first * q_t, q_t, row, channel, mask).to(tl.float32) * scale
-    k = load_rows(k_ptr + batch * k_b + head * k_h + first * k_t, k_t, row, channel, mask).to(tl.float32)
-    g = load_rows(g_ptr + batch * g_b + head * g_h + first * g_t, g_t, row, channel, mask)
-    g = tl.maximum(g, LOWEST) * LOG2_E
+    k_ptr += batch * k_b + head * k_h + first * k_t
+    g_ptr += batch * g_b + head * g_h + first * g_t
+    k, g = load_keys(k_ptr, g_ptr, k_t, g_t, row, channel, mask, LOWEST, K, GATES, tl.float32 != DTYPE)
+    k = k.to(tl.float32)
     document, entering, leaving = row, first, first
     if DOCUMENTS:
         documents_ptr += batch * length
@@ -266,5 +268,9 @@ def gradients_kernel(
     base = ((batch * length + first) * heads + head) * K
     out = row[:, None] * heads * K + channel[None, :]
     tl.store(dq_ptr + base + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
-    tl.store(dk_ptr + base + out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
-    tl.store(dg_ptr + base + out, dg, mask=mask)
+    if GATES:
+        logit, bound = load_logit(k_ptr, g_ptr, k_t, row, channel, mask, K)
+        store_gradients(dk_ptr + base, dg_ptr, dk, dg, logit, bound, live, channel, out, mask, K)
+    else:
+        tl.store(dk_ptr + base + out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+        tl.store(dg_ptr + base + out, dg, mask=mask)

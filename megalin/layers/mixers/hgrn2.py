@@ -20,9 +20,9 @@ from megalin.layers.mixers.base import (
 )
 from megalin.layers.norms import SRMSNorm
 from megalin.ops.decoding.gated_steps import NormedInput, gated_vector_step
+from megalin.ops.gates.forget_gate_scan import forget_gate_scan
 from megalin.ops.gates.forget_gates import forget_gates
 from megalin.ops.scans.fixed_decay import decay_scan_flops
-from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant
 from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
@@ -61,7 +61,8 @@ class HGRN2(Mixer):
     """y = norm(scan(q, 1 - f, v; log f)) W_o with q = silu(x W_q), v = x W_v, f = beta + (1 - beta) sigmoid(x W_f).
 
     The config chooses other activations of q and v, biases, and no bounds, beta = 0. The scan is the vector-decay
-    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32 (ops/gates/forget_gates.py).
+    recurrence with K = V = D / H. 1 - f and log f are evaluated in fp32, on a GPU in the scan's kernels
+    (ops/gates/forget_gate_scan.py).
 
     Source: HGRN2 section 3, with the first bound subtracted.
     """
@@ -104,12 +105,13 @@ class HGRN2(Mixer):
         return (context.shared[self.config.type][self.scope.layer],)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
-        q, k, v, log_decay = self._heads(x, context)
-        scan = vector_decay_scan(
+        q, logit, v = self._projections(x)
+        (beta,) = context.full_precision  # [D/tp]
+        scan = forget_gate_scan(
             q,
-            k,
+            logit,
             v,
-            log_decay,
+            beta.unflatten(0, (self.local_heads, self.head_dim)),
             scale=self.scale,
             initial_state=state[0] if state else None,
             shard=self.cp.sequence_shard(context.documents.shard),
@@ -144,14 +146,20 @@ class HGRN2(Mixer):
         y = self.out.add_normed_to(residual, step.product[:, None], step.squares[:, None])
         return MixerOutput(y, (step.state,))
 
-    def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
-        """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
+    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, the forget gate's logit and v, each [B, T, H/tp, K]."""
         q, logit, v = self.qfv(x, gather_input=True)  # [B, T, D/tp]
-        (beta,) = context.full_precision  # [D/tp]
-        k, log_decay = forget_gates(logit, beta)
         q = functional.silu(q) if self.config.query_activation == "silu" else torch.sigmoid(q)
         v = functional.silu(v) if self.config.value_activation == "silu" else v
-        return tuple(tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, k, v, log_decay))
+        q, logit, v = (tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, logit, v))
+        return q, logit, v
+
+    def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
+        """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
+        q, logit, v = self._projections(x)
+        (beta,) = context.full_precision  # [D/tp]
+        k, log_decay = (gate.view_as(logit) for gate in forget_gates(logit.flatten(2), beta))
+        return q, k, v, log_decay
 
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
         """log f, and beta where bounds are learned."""

@@ -96,10 +96,10 @@ def vector_decay_scan(
     options: dict[str, Any] = {"scale": scale, "initial_state": initial_state, "document_ids": document_ids}
     if choice == "reference":
         return vector_decay_scan_reference(q, k, v, log_decay, chunk_size=chunk_size, **options)
-    return _compiled_scan(q, k, v, log_decay, shard=shard, state_gradient=state_gradient, **options)
+    return compiled_scan(q, k, v, log_decay, shard=shard, state_gradient=state_gradient, **options)
 
 
-def _compiled_scan(
+def compiled_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -110,13 +110,16 @@ def _compiled_scan(
     initial_state: Tensor | None = None,
     shard: SequenceShard | None = None,
     state_gradient: bool = True,
+    gates: bool = False,
 ) -> ScanOutput:
-    """`vector_decay_scan` by the kernels."""
+    """`vector_decay_scan` by the kernels; with `gates`, `forget_gate_scan` of logits k and bounds log_decay [H, K]."""
     wide = v.float() if v.dtype == torch.float16 else v  # fp16 has no range for states and for sums of decays
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
     inputs = (_rows(q), _rows(k), _rows(wide), _rows(log_decay.float()), documents)
     first = None if initial_state is None else initial_state.float()
-    output, state = run_scan(_Kernels(scale), inputs, initial_state=first, shard=shard, state_gradient=state_gradient)
+    output, state = run_scan(
+        _Kernels(scale, gates), inputs, initial_state=first, shard=shard, state_gradient=state_gradient
+    )
     return ScanOutput(output.to(v.dtype), state)
 
 
@@ -225,7 +228,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _fake_begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, _: Any, total: bool, scale: float) -> list[Tensor]:
+def _fake_begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, _: Any, total: bool, *__: Any) -> list[Tensor]:
     from megalin._triton.scans import vector_decay as kernels
 
     state = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -235,12 +238,12 @@ def _fake_begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, _: Any, tota
 
 @custom_op("vector_decay_scan_begin", _fake_begin)
 def _begin(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None, total: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None, total: bool, scale: float, gates: bool
 ) -> list[Tensor]:
     """The state update and decay of all tokens, empty unless `total`, and Chunks and Segments for `_finish`."""
     from megalin._triton.scans import vector_decay as kernels
 
-    state, decay, chunks, segments = kernels.begin(q, k, v, log_decay, scale, documents, total=total)
+    state, decay, chunks, segments = kernels.begin(q, k, v, log_decay, scale, documents, total=total, gates=gates)
     return [state, decay, *chunks, *segments]
 
 
@@ -275,8 +278,10 @@ def _begin_backward(d_output: Tensor, chunks: list[Tensor], total: bool) -> list
     return [gradient, *segments]
 
 
-def _fake_finish_backward(d_output: Tensor, d_leaving: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
-    d_decay = q.new_empty(q.shape, dtype=torch.float32)
+def _fake_finish_backward(
+    d_output: Tensor, d_leaving: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any
+) -> list[Tensor]:
+    d_decay = log_decay.new_empty(log_decay.shape)
     d_entering = d_decay.new_empty(q.shape[0], *q.shape[2:], v.shape[3])
     return [*(x.new_empty(x.shape) for x in (q, k, v)), d_decay, d_entering]
 
@@ -293,21 +298,24 @@ def _finish_backward(
     saved: list[Tensor],
     segments: list[Tensor],
     scale: float,
+    gates: bool,
 ) -> list[Tensor]:
     from megalin._triton.scans import vector_decay as kernels
 
     chunks, states = kernels.Chunks(*saved[:5]), saved[5]
     inputs = (_rows(d_output), contiguous(d_leaving), q, k, v, log_decay, scale, documents)
-    return list(kernels.finish_backward(*inputs, chunks, states, kernels.Segments(*segments)))
+    return list(kernels.finish_backward(*inputs, chunks, states, kernels.Segments(*segments), gates=gates))
 
 
 class _Kernels(NamedTuple):
-    """`ScanKernels` of the inputs q, k, v, log_decay [B, T, H, K] fp32 and document_ids [B, T]."""
+    """`ScanKernels` of the inputs q, k, v, log_decay [B, T, H, K] fp32 and document_ids [B, T]; with `gates`, of
+    logits [B, T, H, K] and bounds [H, K] fp32 in place of k and log_decay."""
 
     scale: float
+    gates: bool
 
     def begin(self, inputs: Inputs, *, exchange: bool) -> Begun:
-        state, decay, *begun = _begin(*inputs, exchange, self.scale)
+        state, decay, *begun = _begin(*inputs, exchange, self.scale, self.gates)
         return Begun((state, DiagonalDecay(decay.log())) if exchange else None, begun)
 
     def finish(self, inputs: Inputs, entering: Tensor | None, begun: Begun, *, keep: bool) -> Finished:
@@ -322,7 +330,8 @@ class _Kernels(NamedTuple):
     def finish_backward(
         self, d_output: Tensor, d_leaving: Tensor | None, inputs: Inputs, saved: Inputs, begun: Begun
     ) -> tuple[list[Tensor | None], Tensor]:
-        *found, d_entering = _finish_backward(d_output, d_leaving, *inputs, saved[:6], begun.handed, self.scale)
+        options = (self.scale, self.gates)
+        *found, d_entering = _finish_backward(d_output, d_leaving, *inputs, saved[:6], begun.handed, *options)
         return [*found, None], d_entering
 
 
@@ -344,7 +353,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor | None = None) -> ScanOutput:
         options: dict[str, Any] = {"scale": 0.5, "initial_state": first, "document_ids": documents}
-        return _compiled_scan(q, k, v, g, **options, state_gradient=case["state_gradient"])
+        return compiled_scan(q, k, v, g, **options, state_gradient=case["state_gradient"])
 
     def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, first: Tensor | None = None) -> ScanOutput:
         return vector_decay_scan_reference(
@@ -357,7 +366,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
 
 def _shards_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     def kernel(shard: SequenceShard, documents: Tensor | None, *x: Tensor) -> ScanOutput:
-        return _compiled_scan(*x, scale=0.5, document_ids=documents, shard=shard)
+        return compiled_scan(*x, scale=0.5, document_ids=documents, shard=shard)
 
     def reference(documents: Tensor | None, *x: Tensor) -> ScanOutput:
         return vector_decay_scan_reference(*x, scale=0.5, document_ids=documents, chunk_size=16)

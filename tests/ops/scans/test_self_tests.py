@@ -24,6 +24,8 @@ WRONG = [
     ("vector_decay_scan", "gradient 2", ("reverse_kernel", "dv_ptr", 64)),
     ("vector_decay_scan", "gradient 3", ("gradients_kernel", "dg_ptr", 64)),
     ("vector_decay_scan", "gradient 4", ("reverse_kernel", "dinitial_ptr", 64)),
+    ("forget_gate_scan", "gradient 1", ("gradients_kernel", "dk_ptr", 64, -1, {"GATES": True})),
+    ("forget_gate_scan", "gradient 3", ("mild_gate_gradients_kernel", "dbound_ptr", 64)),
     ("scalar_decay_scan", "output 0", ("scan_kernel", "o_tiles", 32)),
     ("scalar_decay_scan", "output 1", ("scan_kernel", "leaving_ptr", 32)),
     ("scalar_decay_scan", "gradient 0", ("carried_kernel", "out_tiles", 64)),
