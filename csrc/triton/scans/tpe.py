@@ -31,8 +31,8 @@ from megalin._triton.scans.tpe_blocks import (
     BLOCK,
     STATES_BLOCK,
     DecayPowers,
-    age_of,
-    exact_powers,
+    DocumentAges,
+    ages_of,
     matmul,
     power,
     powers_of,
@@ -44,13 +44,15 @@ from megalin._triton.scans.tpe_blocks import (
 GROUP = 32
 """Decays a warp of the scan."""
 SCAN_CHANNELS = 16
-STATES_TILE = (64, 64)
+SCAN_REGISTERS: int | None = None
+STATES_TILE = (32, 64)
 """Channels and decays a program."""
 STATES_WARPS = 4
 PROGRAMS = 6144
 """Target number of programs of 16 channels, which sets the length of segments, a power of two."""
 MIN_SEGMENT = 64
 FOLD_BLOCK = 256
+TAPS_CHANNELS = 16
 
 
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
@@ -67,7 +69,7 @@ def states_kernel(
     index = tl.arange(0, BLOCK)
     high, middle, low = power(terms_ptr, BLOCK - 1 - index[:, None], decay, decays, LONGEST, TERMS)
     through = tl.load(rounded_ptr + BLOCK * decays + decay, mask=decay < decays, other=0.0)
-    rest = tl.load(rounded_ptr + (LONGEST + 1 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
+    rest = tl.load(rounded_ptr + (LONGEST + 2 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
     if SLOPES:
         slopes_ptr = terms_ptr + 3 * (LONGEST + 1) * decays
         more_high, more_middle, more_low = power(slopes_ptr, BLOCK - 1 - index[:, None], decay, decays, LONGEST, TERMS)
@@ -100,22 +102,21 @@ def states_kernel(
         tl.store(slope_ptr + place, slope, mask=rows & (decay < decays))
 
 
-@triton.jit(do_not_specialize=["length", "segment", "segments"])
+@triton.jit(do_not_specialize=["segment", "segments"])
 def fold_kernel(
-    through_ptr, age_ptr, state_ptr, slope_ptr, length, segment, segments, size, decays,
-    SLOPES: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+    rounded_ptr, broken_ptr, state_ptr, slope_ptr, segment, segments, size, decays,
+    SLOPES: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Replaces each segment's final state from zero by the state entering it; `through`: lambda^segment."""
+    """Replaces each segment's final state from zero by the state entering it; `broken`: a document starts in it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(1).to(tl.int64)
     mask = place < size
-    through = tl.load(through_ptr + place % decays, mask=mask, other=0.0)
+    through = tl.load(rounded_ptr + (LONGEST + 1) * decays + place % decays, mask=mask, other=0.0)
     state = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
     for part in range(segments):
         target = (batch * segments + part) * size + place
-        age = tl.load(age_ptr + batch * length + length - 1 - (segments - 1 - part) * segment)
-        kept = tl.where(age < segment, 0.0, through)
+        kept = tl.where(tl.load(broken_ptr + batch * segments + part) != 0, 0.0, through)
         added = tl.load(state_ptr + target, mask=mask, other=0.0)
         tl.store(state_ptr + target, state, mask=mask)
         if SLOPES:
@@ -123,6 +124,23 @@ def fold_kernel(
             tl.store(slope_ptr + target, slope, mask=mask)
             slope = kept * (slope + segment * state) + more
         state = kept * state + added
+
+
+@triton.jit
+def taps_kernel(
+    coefficients_ptr, rounded_ptr, taps_ptr, width, decays,
+    LONGEST: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
+):  # fmt: skip
+    """One tap of some channels, summed over decays in fp64."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    lag, index = tl.program_id(1), tl.arange(0, DECAYS)
+    rounded = tl.load(rounded_ptr + lag * decays + index, mask=index < decays, other=0.0).to(tl.float64)
+    rounded += tl.load(rounded_ptr + (LONGEST + 2 + lag) * decays + index, mask=index < decays, other=0.0)
+    mask = (channel < width)[:, None] & (index < decays)[None, :]
+    place = channel[:, None].to(tl.int64) * decays + index[None, :]
+    coefficients = tl.load(coefficients_ptr + place, mask=mask, other=0.0).to(tl.float64)
+    taps = tl.sum(coefficients * rounded[None, :], axis=1).to(tl.float32)
+    tl.store(taps_ptr + lag * width + channel, taps, mask=channel < width)
 
 
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
@@ -145,7 +163,7 @@ def scan_kernel(
     high, middle, low = power(terms_ptr, BLOCK - 1 - index[None, :, None], decay, decays, LONGEST, TERMS)
     seen_high, seen_middle, seen_low = power(terms_ptr, 1 + index[None, None, :], upright, decays, LONGEST, TERMS)
     through = tl.load(rounded_ptr + BLOCK * decays + decay, mask=decay < decays, other=0.0)
-    rest = tl.load(rounded_ptr + (LONGEST + 1 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
+    rest = tl.load(rounded_ptr + (LONGEST + 2 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
     place = channel[None, :, None].to(tl.int64) * decays + decay
     mask = (channel < width)[None, :, None] & (decay < decays)
     coefficients = tl.load(coefficients_ptr + place, mask=mask, other=0.0)
@@ -167,7 +185,8 @@ def scan_kernel(
             tokens(x_ptr, token + BLOCK, batch, channel, length, width, REVERSE),
             mask=rows & (token + BLOCK < length)[None, :], other=0.0
         )  # fmt: skip
-        age = tl.load(age_ptr + batch * length + token, mask=token >= 0, other=-1)
+        age = tl.load(age_ptr + batch * length + token, mask=token >= 0, other=0).to(tl.int32)
+        age = tl.where(token >= 0, age, -1)
         last = tl.load(age_ptr + batch * length + start + BLOCK - 1)
 
         product = state * coefficients
@@ -206,41 +225,44 @@ def backward_input(dy: Tensor, coefficients: Tensor, log_decay: Tensor, starts: 
 def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y: Tensor, *, reverse: bool) -> Tensor:
     (batch, length, width), decays = x.shape, len(log_decay)
     segment, segments = segments_of(x)
-    powers, age = powers_of(log_decay), age_of(starts[:, 1:].flip(1) if reverse else starts[:, :-1])
-    entering, _ = entering_states(x, log_decay, powers, age, reverse=reverse, slopes=False)
-    taps = (exact_powers(log_decay, BLOCK)[1] @ coefficients.double().mT).float()
+    powers, ages = powers_of(log_decay, segment), ages_of(starts, segment, segments, reverse=reverse)
+    entering, _ = entering_states(x, powers, ages, reverse=reverse, slopes=False)
+    taps = log_decay.new_empty(BLOCK, width)
+    taps_kernel[(triton.cdiv(width, TAPS_CHANNELS), BLOCK)](
+        coefficients, powers.rounded, taps, width, decays,
+        LONGEST=STATES_BLOCK, CHANNELS=TAPS_CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=4
+    )  # fmt: skip
     leaving = log_decay.new_empty(batch, width, decays)
     group = tile_of(decays, GROUP)
     groups = triton.next_power_of_2(triton.cdiv(decays, group))
     scan_kernel[(triton.cdiv(width, SCAN_CHANNELS), segments, batch)](
-        x, coefficients, *powers, taps, age, entering, y, leaving, length, segment, segments, width, decays,
+        x, coefficients, *powers, taps, ages.age, entering, y, leaving, length, segment, segments, width, decays,
         REVERSE=reverse, TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=SCAN_CHANNELS, GROUPS=groups,
-        GROUP=group, num_warps=groups
+        GROUP=group, num_warps=groups, maxnreg=SCAN_REGISTERS
     )  # fmt: skip
     return leaving
 
 
 def entering_states(
-    x: Tensor, log_decay: Tensor, powers: DecayPowers, age: Tensor, *, reverse: bool, slopes: bool
+    x: Tensor, powers: DecayPowers, ages: DocumentAges, *, reverse: bool, slopes: bool
 ) -> tuple[Tensor, Tensor]:
     """S or R, and Q, [B, segments, D, E], entering the segments; nothing is computed for one segment."""
-    (batch, length, width), decays = x.shape, len(log_decay)
+    (batch, length, width), decays = x.shape, powers.rounded.shape[-1]
     segment, segments = segments_of(x)
     if segments == 1:
         return powers.rounded, powers.rounded
-    state = log_decay.new_empty(batch, segments, width, decays)
+    state = powers.rounded.new_empty(batch, segments, width, decays)
     slope = state.new_empty(state.shape) if slopes else state
     channels, tile = STATES_TILE[0], tile_of(decays, STATES_TILE[1])
     states_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
-        x, *powers, age, state, slope, length, segment, segments, width, decays,
+        x, *powers, ages.age, state, slope, length, segment, segments, width, decays,
         REVERSE=reverse, SLOPES=slopes, TERMS=terms_of(x), BLOCK=STATES_BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels,
         DECAYS=tile, num_warps=STATES_WARPS
     )  # fmt: skip
-    through = (segment * log_decay.double()).exp().float()
     size = width * decays
     fold_kernel[(triton.cdiv(size, FOLD_BLOCK), batch)](
-        through, age, state, slope, length, segment, segments, size, decays,
-        SLOPES=slopes, REVERSE=reverse, BLOCK=FOLD_BLOCK, num_warps=2
+        powers.rounded, ages.broken, state, slope, segment, segments, size, decays,
+        SLOPES=slopes, LONGEST=STATES_BLOCK, BLOCK=FOLD_BLOCK, num_warps=2
     )  # fmt: skip
     return state, slope
 
@@ -248,6 +270,6 @@ def entering_states(
 def segments_of(x: Tensor) -> tuple[int, int]:
     """Tokens per segment, and number of segments."""
     batch, length, width = x.shape
-    share = batch * length * triton.cdiv(width, 16) // PROGRAMS
-    segment = max(MIN_SEGMENT, triton.next_power_of_2(max(1, share)))
+    tokens_each = batch * length * triton.cdiv(width, 16) // PROGRAMS
+    segment = max(MIN_SEGMENT, triton.next_power_of_2(max(1, tokens_each)))
     return segment, triton.cdiv(length, segment)

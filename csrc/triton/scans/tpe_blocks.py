@@ -2,9 +2,6 @@
 
 A matmul has bf16 operands: an fp32 number is a sum of two or three bf16 terms. Tensor cores truncate their sums, so no
 state is accumulated there. lambda^L has two fp32 terms, since its rounding error is the same in every block.
-
-`age` [B, T] int32 counts tokens since the first one of a document, in the order of the scan: a token of age n has the n
-tokens before it in its document.
 """
 
 from __future__ import annotations
@@ -24,12 +21,73 @@ STATES_BLOCK = 64
 
 
 class DecayPowers(NamedTuple):
-    """Powers n = 0 .. STATES_BLOCK of lambda."""
+    """Powers of lambda."""
 
     terms: Tensor
-    """[2, 3, n, E] bf16 terms of lambda^n and of n lambda^n."""
+    """[2, 3, STATES_BLOCK + 1, E] bf16 terms of lambda^n and of n lambda^n."""
     rounded: Tensor
-    """[2, n, E] fp32: lambda^n and its rounding error."""
+    """[2, STATES_BLOCK + 2, E] fp32: lambda^n and its rounding error; in the last row n is a segment's length."""
+
+
+class DocumentAges(NamedTuple):
+    """Distances of tokens from their document's first token, in the order of the scan."""
+
+    age: Tensor
+    """[B, T] uint8, at most STATES_BLOCK: tokens of the document before this one."""
+    broken: Tensor
+    """[B, segments] uint8: whether a document starts in a segment."""
+
+
+@triton.jit(do_not_specialize=["segment"])
+def powers_kernel(
+    log_decay_ptr, terms_ptr, rounded_ptr, segment, decays, LONGEST: tl.constexpr, DECAYS: tl.constexpr
+):  # fmt: skip
+    """One power of all decays."""
+    row = tl.program_id(0)
+    index = tl.arange(0, DECAYS)
+    mask = index < decays
+    exponent = tl.where(row > LONGEST, segment, row).to(tl.float64)
+    exact = tl.exp(exponent * tl.load(log_decay_ptr + index, mask=mask, other=0.0).to(tl.float64))
+    rounded = exact.to(tl.float32)
+    tl.store(rounded_ptr + row * decays + index, rounded, mask=mask)
+    tl.store(
+        rounded_ptr + (LONGEST + 2 + row) * decays + index, (exact - rounded.to(tl.float64)).to(tl.float32), mask=mask
+    )
+    if row <= LONGEST:
+        for table in tl.static_range(2):
+            rest = exact
+            if table == 1:
+                rest = exponent * exact
+            for term in tl.static_range(3):
+                value = rest.to(tl.float32).to(tl.bfloat16)
+                rest -= value.to(tl.float32).to(tl.float64)
+                place = terms_ptr + ((table * 3 + term) * (LONGEST + 1) + row) * decays + index
+                tl.store(place, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["length", "segment", "segments"])
+def ages_kernel(
+    starts_ptr, age_ptr, broken_ptr, length, segment, segments,
+    REVERSE: tl.constexpr, REACH: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Ages of a segment's tokens."""
+    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    distance = tl.arange(0, REACH)[:, None]
+    begin = part * segment + length - segments * segment
+    end = begin + segment
+    broken = tl.zeros([TOKENS], tl.int32)
+    for start in range(tl.maximum(begin, 0), end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        source = token[None, :] - distance
+        place = source
+        if REVERSE:
+            place = length - source
+        mask = (source >= 0) & (token < end)[None, :]
+        flag = tl.load(starts_ptr + batch * (length + 1) + place, mask=mask, other=0)
+        age = tl.minimum(tl.min(tl.where(flag != 0, distance, REACH), axis=0), token)
+        tl.store(age_ptr + batch * length + token, age, mask=token < end)
+        broken = tl.maximum(broken, tl.where((age == 0) & (token > 0) & (token < end), 1, 0))
+    tl.store(broken_ptr + batch * segments + part, tl.max(broken, axis=0))
 
 
 @triton.jit
@@ -96,24 +154,24 @@ def terms_of(x: Tensor) -> int:
     return 3 if x.dtype == torch.float32 else 2
 
 
-def age_of(starts: Tensor) -> Tensor:
-    """[B, T] int32: tokens since the last start, or since the first token."""
-    index = torch.arange(starts.shape[1], device=starts.device)
-    return (index - torch.where(starts != 0, index, 0).cummax(1).values).int()
+def ages_of(starts: Tensor, segment: int, segments: int, *, reverse: bool) -> DocumentAges:
+    """Ages of tokens from `starts` [B, T + 1], the first token of each document; `reverse`: in a scan from the end."""
+    batch, length = starts.shape[0], starts.shape[1] - 1
+    age = starts.new_empty(batch, length)
+    broken = starts.new_empty(batch, segments)
+    ages_kernel[(segments, batch)](
+        starts, age, broken, length, segment, segments, REVERSE=reverse, REACH=STATES_BLOCK, TOKENS=64, num_warps=4
+    )
+    return DocumentAges(age, broken)
 
 
-def exact_powers(log_decay: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """n = 0 .. count - 1 [n, 1], and lambda^n [n, E], fp64."""
-    index = torch.arange(count, device=log_decay.device, dtype=torch.float64)[:, None]
-    return index, torch.exp(index * log_decay.double())
-
-
-def powers_of(log_decay: Tensor) -> DecayPowers:
-    index, exact = exact_powers(log_decay, STATES_BLOCK + 1)
-    rounded = exact.float()
-    rest = torch.stack([exact, index * exact])
-    terms = []
-    for _ in range(3):
-        terms.append(rest.bfloat16())
-        rest = rest - terms[-1].double()
-    return DecayPowers(torch.stack(terms, dim=1), torch.stack([rounded, (exact - rounded).float()]))
+def powers_of(log_decay: Tensor, segment: int) -> DecayPowers:
+    """Powers for segments of so many tokens."""
+    (decays,) = log_decay.shape
+    terms = log_decay.new_empty(2, 3, STATES_BLOCK + 1, decays, dtype=torch.bfloat16)
+    rounded = log_decay.new_empty(2, STATES_BLOCK + 2, decays)
+    powers_kernel[(STATES_BLOCK + 2,)](
+        log_decay, terms, rounded, segment, decays, LONGEST=STATES_BLOCK, DECAYS=triton.next_power_of_2(decays),
+        num_warps=4
+    )  # fmt: skip
+    return DecayPowers(terms, rounded)

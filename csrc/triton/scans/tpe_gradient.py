@@ -11,8 +11,7 @@ from megalin._triton.scans.tpe import entering_states, segments_of
 from megalin._triton.scans.tpe_blocks import (
     BLOCK,
     STATES_BLOCK,
-    age_of,
-    exact_powers,
+    ages_of,
     matmul,
     power,
     powers_of,
@@ -23,8 +22,10 @@ from megalin._triton.scans.tpe_blocks import (
 
 GRADIENT_TILE = (16, 32)
 GRADIENT_WARPS = 1
-LAG_CHANNELS = 64
-LAG_WARPS = 1
+GRADIENT_REGISTERS: int | None = None
+LAG_CHANNELS = 16
+LAG_BLOCKS = 16
+LAG_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
@@ -46,7 +47,7 @@ def gradient_kernel(
     seen_high, seen_middle, seen_low = power(terms_ptr, from_start, decay, decays, LONGEST, TERMS)
     grown_high, grown_middle, grown_low = power(slopes_ptr, from_start, decay, decays, LONGEST, TERMS)
     through = tl.load(rounded_ptr + BLOCK * decays + decay, mask=decay < decays, other=0.0)
-    rest = tl.load(rounded_ptr + (LONGEST + 1 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
+    rest = tl.load(rounded_ptr + (LONGEST + 2 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
     rows = (channel < width)[:, None]
     mask = rows & (decay < decays)
     own = channel[:, None].to(tl.int64) * decays + decay
@@ -70,7 +71,8 @@ def gradient_kernel(
         following = tl.load(tokens(x_ptr, token, batch, channel, length, width, False), mask=inside, other=0.0)
         dfollowing = tl.load(tokens(dy_ptr, token, batch, channel, length, width, False), mask=inside, other=0.0)
         token = start + index
-        age = tl.load(age_ptr + batch * length + token, mask=token >= 0, other=-1)
+        age = tl.load(age_ptr + batch * length + token, mask=token >= 0, other=0).to(tl.int32)
+        age = tl.where(token >= 0, age, -1)
         last = tl.load(age_ptr + batch * length + start + BLOCK - 1)
 
         dy = tl.where((age > index)[None, :], dy, tl.zeros_like(dy))
@@ -96,47 +98,71 @@ def gradient_kernel(
 
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
 def lags_kernel(
-    x_ptr, dy_ptr, age_ptr, lags_ptr, length, segment, segments, width, BLOCK: tl.constexpr, CHANNELS: tl.constexpr
+    x_ptr, dy_ptr, age_ptr, lags_ptr, length, segment, segments, width,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Sums dy_t x_t-j over each segment, j = 0 .. BLOCK - 1, inside a block and a document."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    """Sums dy_t x_t-j over each segment, j = 0 .. BLOCK - 1, inside a block and a document.
+
+    A channel has a matrix [BLOCK, BLOCK] of sums over blocks, computed as a matmul; the sums are those of its diagonals.
+    Documents of a block differ in the index of their first token in it, and have a matmul each.
+    """
+    channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[:, None, None]
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    lag = tl.arange(0, BLOCK)
+    index, block = tl.arange(0, BLOCK), tl.arange(0, BLOCKS) * BLOCK
     inside = channel < width
-    total = tl.zeros([BLOCK, CHANNELS], tl.float32)
+    total = tl.zeros([CHANNELS, BLOCK, BLOCK], tl.float32)
     begin = part * segment + length - segments * segment
     begin += tl.maximum(0, -begin) // BLOCK * BLOCK
-    for start in range(begin, part * segment + length - (segments - 1) * segment, BLOCK):
-        for i in tl.static_range(BLOCK):
-            age = tl.load(age_ptr + batch * length + start + i, mask=start + i >= 0, other=-1)
-            reach = tl.minimum(age, i)
-            row = (batch * length + start + i) * width + channel
-            dy = tl.load(dy_ptr + row, mask=inside & (reach >= 0), other=0.0).to(tl.float32)
-            mask = (lag <= reach)[:, None] & inside[None, :]
-            x = tl.load(x_ptr + row[None, :] - lag[:, None] * width, mask=mask, other=0.0)
-            total += dy[None, :] * x.to(tl.float32)
-    place = ((batch * segments + part) * BLOCK + lag[:, None]) * width + channel[None, :]
-    tl.store(lags_ptr + place, total, mask=inside[None, :])
+    end = part * segment + length - (segments - 1) * segment
+    for start in range(begin, end, BLOCK * BLOCKS):
+        token = start + block[:, None] + index[None, :]
+        mask = (token >= 0) & (token < end)
+        age = tl.load(age_ptr + batch * length + token, mask=mask, other=BLOCK).to(tl.int32)
+        first = tl.maximum(index[None, :] - age, 0)
+        place = ((batch * length + token) * width)[None, :, :] + channel
+        x = tl.load(x_ptr + place, mask=inside & mask[None, :, :], other=0.0)
+        turned = start + block[None, :] + index[:, None]
+        mask = (turned >= 0) & (turned < end)
+        age = tl.load(age_ptr + batch * length + turned, mask=mask, other=BLOCK).to(tl.int32)
+        own = tl.maximum(index[:, None] - age, 0)
+        place = ((batch * length + turned) * width)[None, :, :] + channel
+        dy = tl.load(dy_ptr + place, mask=inside & mask[None, :, :], other=0.0)
+        for document in range(tl.max(first) + 1):
+            left = tl.where((own == document)[None, :, :], dy, tl.zeros_like(dy))
+            right = tl.where((first == document)[None, :, :], x, tl.zeros_like(x))
+            if x.dtype == dy.dtype and x.dtype != tl.float32:
+                total += tl.dot(left, right)
+            else:
+                total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="bf16x6")
+    distance = index[:, None] - index[None, :]
+    target = ((batch * segments + part) * BLOCK) * width + channel
+    for lag in tl.static_range(BLOCK):
+        found = tl.where((distance == lag)[None, :, :], total, 0.0)
+        found = tl.sum(tl.sum(found, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        tl.store(lags_ptr + target + lag * width, found, mask=inside)
 
 
 def backward_parameters(dy: Tensor, x: Tensor, log_decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sums of dy_t S_t and dy_t Q_t over the batch [D, E] fp64, and Q [B, D, E] after the last token."""
     (batch, length, width), decays = x.shape, len(log_decay)
     segment, segments = segments_of(x)
-    powers, age = powers_of(log_decay), age_of(starts[:, :-1])
-    state, slope = entering_states(x, log_decay, powers, age, reverse=False, slopes=True)
+    powers, ages = powers_of(log_decay, segment), ages_of(starts, segment, segments, reverse=False)
+    state, slope = entering_states(x, powers, ages, reverse=False, slopes=True)
     parts = [log_decay.new_empty(batch * segments, width, decays) for _ in range(2)]
     leaving = log_decay.new_empty(batch, width, decays)
     channels, tile = GRADIENT_TILE[0], tile_of(decays, GRADIENT_TILE[1])
     gradient_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
-        x, dy, *powers, age, state, slope, *parts, leaving, length, segment, segments, width, decays,
-        TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels, DECAYS=tile, num_warps=GRADIENT_WARPS
+        x, dy, *powers, ages.age, state, slope, *parts, leaving, length, segment, segments, width, decays,
+        TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels, DECAYS=tile,
+        num_warps=GRADIENT_WARPS, maxnreg=GRADIENT_REGISTERS
     )  # fmt: skip
     lags = log_decay.new_empty(batch * segments, BLOCK, width)
     lags_kernel[(triton.cdiv(width, LAG_CHANNELS), segments, batch)](
-        x, dy, age, lags, length, segment, segments, width, BLOCK=BLOCK, CHANNELS=LAG_CHANNELS, num_warps=LAG_WARPS
-    )
-    index, own = exact_powers(log_decay, BLOCK)
+        x, dy, ages.age, lags, length, segment, segments, width, BLOCK=BLOCK, BLOCKS=LAG_BLOCKS,
+        CHANNELS=LAG_CHANNELS, num_warps=LAG_WARPS
+    )  # fmt: skip
+    own = powers.rounded[:, :BLOCK].double().sum(0)
+    index = torch.arange(BLOCK, device=x.device)[:, None]
     lagged = lags.sum(0, dtype=torch.float64).mT
     dcoefficients, dslope = (part.sum(0, dtype=torch.float64) for part in parts)
     return dcoefficients + lagged @ own, dslope + lagged @ (index * own), leaving
