@@ -32,6 +32,7 @@ from megalin._triton.scans.tpe_blocks import (
     STATES_BLOCK,
     DecayPowers,
     DocumentAges,
+    advance,
     ages_of,
     matmul,
     power,
@@ -93,8 +94,8 @@ def states_kernel(
             slope = tl.zeros_like(slope)
         if SLOPES:
             slope += BLOCK * state
-            slope = slope * through + (slope * rest + matmul(x, more_high, more_middle, more_low, TERMS))
-        state = state * through + (state * rest + matmul(x, high, middle, low, TERMS))
+            slope = advance(slope, through, rest, matmul(x, more_high, more_middle, more_low, TERMS))
+        state = advance(state, through, rest, matmul(x, high, middle, low, TERMS))
         x = following
     place = ((batch * segments + part) * width + channel[:, None]) * decays + decay
     tl.store(state_ptr + place, state, mask=rows & (decay < decays))
@@ -205,7 +206,7 @@ def scan_kernel(
         if last < BLOCK:
             state = tl.zeros_like(state)
         repeated = tl.broadcast_to(x[None, :, :], [GROUPS, CHANNELS, BLOCK])
-        state = state * through + (state * rest + matmul(repeated, high, middle, low, TERMS))
+        state = advance(state, through, rest, matmul(repeated, high, middle, low, TERMS))
         x = following
     if part == segments - 1:
         tl.store(leaving_ptr + batch * width * decays + place, state, mask=mask)

@@ -136,6 +136,12 @@ def matmul(a, high, middle, low, TERMS: tl.constexpr):
 
 
 @triton.jit
+def advance(state, through, rest, added):
+    """lambda^L state + added. Without fused operations `rest`, half a unit in the last place, would be rounded off."""
+    return tl.fma(state, through, tl.fma(state, rest, added))
+
+
+@triton.jit
 def tokens(ptr, token, batch, channel, length, width, REVERSE: tl.constexpr):
     """Pointers [channels, tokens] of a [B, T, D] tensor."""
     row = batch * length + token

@@ -11,6 +11,7 @@ from megalin._triton.scans.tpe import entering_states, segments_of
 from megalin._triton.scans.tpe_blocks import (
     BLOCK,
     STATES_BLOCK,
+    advance,
     ages_of,
     matmul,
     power,
@@ -86,8 +87,8 @@ def gradient_kernel(
             state = tl.zeros_like(state)
             slope = tl.zeros_like(slope)
         slope += BLOCK * state
-        slope = slope * through + (slope * rest + matmul(x, more_high, more_middle, more_low, TERMS))
-        state = state * through + (state * rest + matmul(x, high, middle, low, TERMS))
+        slope = advance(slope, through, rest, matmul(x, more_high, more_middle, more_low, TERMS))
+        state = advance(state, through, rest, matmul(x, high, middle, low, TERMS))
         x = following
         dy = dfollowing
     tl.store(dcoefficients_ptr + place, dcoefficients, mask=mask)
@@ -103,7 +104,7 @@ def lags_kernel(
 ):  # fmt: skip
     """Sums dy_t x_t-j over each segment, j = 0 .. BLOCK - 1, inside a block and a document.
 
-    A channel has a matrix [BLOCK, BLOCK] of sums over blocks, computed as a matmul; the sums are those of its diagonals.
+    A channel has a matrix [BLOCK, BLOCK] of sums over blocks, a matmul; the sums of lags are those of its diagonals.
     Documents of a block differ in the index of their first token in it, and have a matmul each.
     """
     channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[:, None, None]
