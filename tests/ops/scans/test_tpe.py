@@ -256,6 +256,13 @@ def test_the_kernels_take_decays_of_several_warps_and_an_incomplete_one(rates: t
     assert_kernel_right(inputs, documents_of(((70,), (71, 79)), 100))
 
 
+def test_a_document_inside_a_segment_of_several_blocks_clears_the_state(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", 5)
+    inputs = make_inputs(300, dtype=torch.float32)
+    assert kernels.segments_of(inputs["x"]) == (128, 3)
+    assert_kernel_right(inputs, documents_of(((100, 130), (70, 200)), 300))
+
+
 def test_a_slow_decay_does_not_drift_over_the_blocks_of_a_segment(monkeypatch: pytest.MonkeyPatch):
     """The 16th power of exp(-1/913) rounds to fp32 with an error of 2.9e-8, which 64 blocks would make 1.9e-6."""
     monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", 1)
