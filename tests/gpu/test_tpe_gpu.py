@@ -42,6 +42,22 @@ def test_values_and_gradients(dtype, length, decay, width, num_decays, whole):
     assert_right(inputs, dtype, documents)
 
 
+@pytest.mark.parametrize("dtype", list(FLOOR))
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 33, 300])
+@pytest.mark.parametrize(("width", "num_decays"), [(33, 9), (64, 40), (96, 256)])
+def test_documents_around_blocks_of_16_tokens(dtype, length, width, num_decays):
+    inputs = {
+        "x": torch.randn(2, length, width, device="cuda").to(dtype),
+        "coefficients": torch.randn(width, num_decays, device="cuda") / num_decays,
+        "log_decay": -torch.linspace(1e-4, 2.0, num_decays, device="cuda"),
+        "state": torch.randn(2, width, num_decays, device="cuda"),
+    }
+    starts = torch.zeros(2, length, dtype=torch.int32, device="cuda")
+    for row, places in enumerate(((1, 2, 3, 9, 16, 40, 299), (14, 15, 17, 32, 120, 125))):
+        starts[row, [place for place in places if place < length]] = 1
+    assert_right(inputs, dtype, starts.cumsum(1))
+
+
 def test_a_long_sequence():
     inputs = {
         "x": torch.randn(1, 131072, 64, device="cuda").bfloat16(),

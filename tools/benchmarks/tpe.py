@@ -39,7 +39,7 @@ def cases() -> Iterator[BenchmarkCase]:
         ours={"auto": ours},
         baselines={},
         bytes=BenchmarkWork(2 * x.nbytes, 3 * x.nbytes),
-        # No matmuls: a state's multiply-adds run on the fp32 units.
-        flops=BenchmarkWork(0, 0),
+        # Matmuls with powers of the decays, once each: for S and y; for R and dx, and for S, Q, W and W' (the kernels).
+        flops=BenchmarkWork(4 * x.numel() * DECAYS, 12 * x.numel() * DECAYS),
         compiled=False,
     )

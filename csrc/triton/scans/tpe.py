@@ -1,193 +1,215 @@
-"""TPE's recurrence in each channel c and decay k, its reverse for dx, and the gradients of B and log lambda.
+"""TPE's recurrence in each channel c and decay k in blocks of L tokens, its reverse for dx, and the gradients of B and
+log lambda.
 
     S_t = lambda S_t-1 + x_t,  y_t = sum_k B S_t;    R_t = lambda R_t+1 + dy_t,  dx_t = sum_k B R_t
     dB = sum_t dy_t S_t,  dlog lambda = sum_c B sum_t dy_t Q_t,  Q_t = dS_t / dlog lambda = lambda (Q_t-1 + S_t-1)
 
-S does not include B, so a step of a state is two multiply-adds, one into S and one into y. A warp has all decays of a
-few channels, a quarter or an eighth of them per thread, over a segment of tokens; states between segments come from a
-pass without outputs. S, R and Q are reset at a document's first token, marked in `starts` [B, T + 1], last entry 0.
-Operations: a multiply-add per state and token in the first pass, two in the second, eight in the backward.
+With S and Q as they enter a block, its tokens i = 0 .. L - 1, and n = i + 1:
 
-The rounding error of lambda in fp32 is the same at every token, and n times as large in lambda^n: every four tokens,
-states with a memory longer than four tokens are corrected by a factor for four roundings.
+    S <- lambda^L S + sum_i lambda^(L-n) x_i        Q <- lambda^L (Q + L S) + sum_i (L-n) lambda^(L-n) x_i
+    y_i = sum_k lambda^n (B S) + sum_j taps_j x_i-j             taps_j = sum_k B lambda^j, j = 0 .. i
+    dB += S W,  dslope += Q W + S W'                W = sum_i lambda^n dy_i,  W' = sum_i n lambda^n dy_i
+    dB += lambda^j lags_j,  dslope += j lambda^j lags_j         lags_j = sum_i dy_i x_i-j
+
+The sums over i and over k with powers of lambda are matmuls, the same powers for all channels. Only y's window and
+`lags`, L multiply-adds each a token and channel, and a few operations a state and block run on the fp32 units. A matmul
+has bf16 operands: a number is a sum of one to three bf16 terms. Tensor cores truncate their sums, so no state is
+accumulated there. lambda^L has two fp32 terms, since its rounding error is the same in every block.
+
+A program has some channels over a segment of tokens; states between segments come from a pass without outputs. The
+first segment begins with as many empty tokens as the length lacks. `age` [B, T] int32 counts tokens since the first one
+of a document, in the order of the scan: a token of age n has the n tokens before it in its document.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 import triton
 import triton.language as tl
+from megalin._triton.scans.tpe_blocks import (
+    BLOCK,
+    STATES_BLOCK,
+    DecayPowers,
+    DocumentAges,
+    advance,
+    ages_of,
+    matmul,
+    power,
+    powers_of,
+    terms_of,
+    tile_of,
+    tokens,
+)
 
-CHANNELS = 8
-GRADIENT_CHANNELS = 4
-PROGRAMS = 12288
-"""Target number of programs of eight channels, which sets the length of segments, a power of two."""
-MENDED = 4
-"""Tokens between two corrections of the rounding of lambda."""
+GROUP = 32
+"""Decays a warp of the scan."""
+SCAN_CHANNELS = 16
+SCAN_REGISTERS: int | None = None
+STATES_TILE = (32, 64)
+"""Channels and decays a program."""
+STATES_WARPS = 4
+PROGRAMS = 6144
+"""Target number of programs of 16 channels, which sets the length of segments, a power of two."""
 MIN_SEGMENT = 64
 FOLD_BLOCK = 256
-
-
-@triton.jit
-def _place(decay_ptr, width, decays, CHANNELS: tl.constexpr, DECAYS: tl.constexpr):
-    """Channels, offsets [DECAYS, CHANNELS] in a [D, E] table with their mask, lambda (0 outside) and its correction."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    index = tl.arange(0, DECAYS)
-    mask = (index < decays)[:, None] & (channel < width)[None, :]
-    decay = tl.load(decay_ptr + index, mask=index < decays, other=0.0)
-    rest = tl.load(decay_ptr + decays + index, mask=index < decays, other=0.0)
-    return channel, channel[None, :].to(tl.int64) * decays + index[:, None], mask, decay[:, None], rest[:, None]
+TAPS_CHANNELS = 16
 
 
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
 def states_kernel(
-    x_ptr, decay_ptr, starts_ptr, state_ptr, slope_ptr, length, segment, segments, width, decays,
-    REVERSE: tl.constexpr, SLOPES: tl.constexpr, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
+    x_ptr, terms_ptr, rounded_ptr, age_ptr, state_ptr, slope_ptr, length, segment, segments, width, decays,
+    REVERSE: tl.constexpr, SLOPES: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr,
+    CHANNELS: tl.constexpr, DECAYS: tl.constexpr
 ):  # fmt: skip
     """S (R with `REVERSE`) at the end of each segment from a zero state; with `SLOPES` also Q."""
-    channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
+    tiles = tl.cdiv(decays, DECAYS)
+    channel = tl.program_id(0) // tiles * CHANNELS + tl.arange(0, CHANNELS)
+    decay = (tl.program_id(0) % tiles * DECAYS + tl.arange(0, DECAYS))[None, :]
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin = part * segment
-    count = tl.minimum(length - begin, segment)
-    first = begin
-    step = 1
-    if REVERSE:
-        first = begin + count - 1
-        step = -1
-    row = x_ptr + (batch * length + first) * width + channel
-    flag = starts_ptr + batch * (length + 1) + first + REVERSE
-    state = tl.zeros([DECAYS, CHANNELS], tl.float32)
-    slope = tl.zeros([DECAYS, CHANNELS], tl.float32)
-    x = tl.load(row, mask=channel < width, other=0.0)
-    for i in range(count):
-        row += step * width
-        following = tl.load(row, mask=(channel < width) & (i + 1 < count), other=0.0)
-        if tl.load(flag) != 0:
+    index = tl.arange(0, BLOCK)
+    high, middle, low = power(terms_ptr, BLOCK - 1 - index[:, None], decay, decays, LONGEST, TERMS)
+    through = tl.load(rounded_ptr + BLOCK * decays + decay, mask=decay < decays, other=0.0)
+    rest = tl.load(rounded_ptr + (LONGEST + 2 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
+    if SLOPES:
+        slopes_ptr = terms_ptr + 3 * (LONGEST + 1) * decays
+        more_high, more_middle, more_low = power(slopes_ptr, BLOCK - 1 - index[:, None], decay, decays, LONGEST, TERMS)
+    state = tl.zeros([CHANNELS, DECAYS], tl.float32)
+    slope = tl.zeros([CHANNELS, DECAYS], tl.float32)
+    begin = part * segment + length - segments * segment
+    begin += tl.maximum(0, -begin) // BLOCK * BLOCK
+    rows = (channel < width)[:, None]
+    token = begin + index
+    x = tl.load(
+        tokens(x_ptr, token, batch, channel, length, width, REVERSE), mask=rows & (token >= 0)[None, :], other=0.0
+    )
+    for start in range(begin, part * segment + length - (segments - 1) * segment, BLOCK):
+        token = start + BLOCK + index
+        inside = rows & (token < length)[None, :]
+        following = tl.load(tokens(x_ptr, token, batch, channel, length, width, REVERSE), mask=inside, other=0.0)
+        age = tl.load(age_ptr + batch * length + start + BLOCK - 1)
+        x = tl.where((BLOCK - 1 - index <= age)[None, :], x, tl.zeros_like(x))
+        if age < BLOCK:
             state = tl.zeros_like(state)
             slope = tl.zeros_like(slope)
-        flag += step
         if SLOPES:
-            slope = (slope + state) * decay
-        state = state * decay + x.to(tl.float32)[None, :]
-        if i % MENDED == MENDED - 1:
-            state += state * rest
-            if SLOPES:
-                slope += slope * rest
+            slope += BLOCK * state
+            slope = advance(slope, through, rest, matmul(x, more_high, more_middle, more_low, TERMS))
+        state = advance(state, through, rest, matmul(x, high, middle, low, TERMS))
         x = following
-    place = (batch * segments + part) * width * decays + table
-    tl.store(state_ptr + place, state, mask=mask)
+    place = ((batch * segments + part) * width + channel[:, None]) * decays + decay
+    tl.store(state_ptr + place, state, mask=rows & (decay < decays))
     if SLOPES:
-        tl.store(slope_ptr + place, slope, mask=mask)
+        tl.store(slope_ptr + place, slope, mask=rows & (decay < decays))
 
 
 @triton.jit(do_not_specialize=["segment", "segments"])
 def fold_kernel(
-    decay_ptr, broken_ptr, state_ptr, slope_ptr, segment, segments, size, decays,
-    REVERSE: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr
+    rounded_ptr, broken_ptr, state_ptr, slope_ptr, segment, segments, size, decays,
+    SLOPES: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Replaces each segment's final state from zero by the state entering it; `broken`: a document starts in it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     batch = tl.program_id(1).to(tl.int64)
     mask = place < size
-    through = tl.load(decay_ptr + 2 * decays + place % decays, mask=mask, other=0.0)
+    through = tl.load(rounded_ptr + (LONGEST + 1) * decays + place % decays, mask=mask, other=0.0)
     state = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
-    for i in range(segments):
-        part = batch * segments + (segments - 1 - i if REVERSE else i)
-        kept = tl.where(tl.load(broken_ptr + part) != 0, 0.0, through)
-        added = tl.load(state_ptr + part * size + place, mask=mask, other=0.0)
-        tl.store(state_ptr + part * size + place, state, mask=mask)
+    for part in range(segments):
+        target = (batch * segments + part) * size + place
+        kept = tl.where(tl.load(broken_ptr + batch * segments + part) != 0, 0.0, through)
+        added = tl.load(state_ptr + target, mask=mask, other=0.0)
+        tl.store(state_ptr + target, state, mask=mask)
         if SLOPES:
-            more = tl.load(slope_ptr + part * size + place, mask=mask, other=0.0)
-            tl.store(slope_ptr + part * size + place, slope, mask=mask)
+            more = tl.load(slope_ptr + target, mask=mask, other=0.0)
+            tl.store(slope_ptr + target, slope, mask=mask)
             slope = kept * (slope + segment * state) + more
         state = kept * state + added
 
 
+@triton.jit
+def taps_kernel(
+    coefficients_ptr, rounded_ptr, taps_ptr, width, decays,
+    LONGEST: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
+):  # fmt: skip
+    """One tap of some channels, summed over decays in fp64."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    lag, index = tl.program_id(1), tl.arange(0, DECAYS)
+    rounded = tl.load(rounded_ptr + lag * decays + index, mask=index < decays, other=0.0).to(tl.float64)
+    rounded += tl.load(rounded_ptr + (LONGEST + 2 + lag) * decays + index, mask=index < decays, other=0.0)
+    mask = (channel < width)[:, None] & (index < decays)[None, :]
+    place = channel[:, None].to(tl.int64) * decays + index[None, :]
+    coefficients = tl.load(coefficients_ptr + place, mask=mask, other=0.0).to(tl.float64)
+    taps = tl.sum(coefficients * rounded[None, :], axis=1).to(tl.float32)
+    tl.store(taps_ptr + lag * width + channel, taps, mask=channel < width)
+
+
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
 def scan_kernel(
-    x_ptr, coefficients_ptr, decay_ptr, starts_ptr, entering_ptr, y_ptr, leaving_ptr,
+    x_ptr, coefficients_ptr, terms_ptr, rounded_ptr, taps_ptr, age_ptr, entering_ptr, y_ptr, leaving_ptr,
     length, segment, segments, width, decays,
-    REVERSE: tl.constexpr, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
+    REVERSE: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Computes y from x and S; with `REVERSE` dx from dy and R. `leaving` [B, D, E]: state after the last segment."""
-    channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
+    """Computes y from x and S; with `REVERSE` dx from dy and R. `leaving` [B, D, E]: state after the last segment.
+
+    Each of GROUPS warps has GROUP decays of all channels; y is the sum over warps.
+    """
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin = part * segment
-    count = tl.minimum(length - begin, segment)
-    first = begin
-    step = 1
-    if REVERSE:
-        first = begin + count - 1
-        step = -1
-    row = (batch * length + first) * width + channel
-    flag = starts_ptr + batch * (length + 1) + first + REVERSE
-    coefficients = tl.load(coefficients_ptr + table, mask=mask, other=0.0)
-    state = tl.zeros([DECAYS, CHANNELS], tl.float32)
+    index = tl.arange(0, BLOCK)
+    group = tl.arange(0, GROUPS)[:, None, None] * GROUP
+    decay = group + tl.arange(0, GROUP)[None, None, :]
+    upright = group + tl.arange(0, GROUP)[None, :, None]
+    high, middle, low = power(terms_ptr, BLOCK - 1 - index[None, :, None], decay, decays, LONGEST, TERMS)
+    seen_high, seen_middle, seen_low = power(terms_ptr, 1 + index[None, None, :], upright, decays, LONGEST, TERMS)
+    through = tl.load(rounded_ptr + BLOCK * decays + decay, mask=decay < decays, other=0.0)
+    rest = tl.load(rounded_ptr + (LONGEST + 2 + BLOCK) * decays + decay, mask=decay < decays, other=0.0)
+    place = channel[None, :, None].to(tl.int64) * decays + decay
+    mask = (channel < width)[None, :, None] & (decay < decays)
+    coefficients = tl.load(coefficients_ptr + place, mask=mask, other=0.0)
+    state = tl.zeros([GROUPS, CHANNELS, GROUP], tl.float32)
     if segments > 1:
-        place = (batch * segments + part) * width * decays + table
-        state = tl.load(entering_ptr + place, mask=mask, other=0.0)
-    x = tl.load(x_ptr + row, mask=channel < width, other=0.0)
-    for i in range(count):
-        following = tl.load(x_ptr + row + step * width, mask=(channel < width) & (i + 1 < count), other=0.0)
-        if tl.load(flag) != 0:
+        state = tl.load(entering_ptr + (batch * segments + part) * width * decays + place, mask=mask, other=0.0)
+    begin = part * segment + length - segments * segment
+    begin += tl.maximum(0, -begin) // BLOCK * BLOCK
+    rows = (channel < width)[:, None]
+    token = begin + index
+    x = tl.load(
+        tokens(x_ptr, token, batch, channel, length, width, REVERSE), mask=rows & (token >= 0)[None, :], other=0.0
+    )
+    for start in range(begin, part * segment + length - (segments - 1) * segment, BLOCK):
+        token = start + index
+        own = tokens(x_ptr, token, batch, channel, length, width, REVERSE)
+        result = tokens(y_ptr, token, batch, channel, length, width, REVERSE)
+        following = tl.load(
+            tokens(x_ptr, token + BLOCK, batch, channel, length, width, REVERSE),
+            mask=rows & (token + BLOCK < length)[None, :], other=0.0
+        )  # fmt: skip
+        age = tl.load(age_ptr + batch * length + token, mask=token >= 0, other=0).to(tl.int32)
+        age = tl.where(token >= 0, age, -1)
+        last = tl.load(age_ptr + batch * length + start + BLOCK - 1)
+
+        product = state * coefficients
+        carried = tl.sum(matmul(product, seen_high, seen_middle, seen_low, TERMS), axis=0)
+        y = tl.where((age > index)[None, :], carried, 0.0)
+        reach = tl.minimum(age, index)
+        for lag in tl.static_range(BLOCK):
+            tap = tl.load(taps_ptr + lag * width + channel, mask=channel < width, other=0.0)
+            back = own - lag * width
+            if REVERSE:
+                back = own + lag * width
+            y += tap[:, None] * tl.load(back, mask=rows & (lag <= reach)[None, :], other=0.0).to(tl.float32)
+        tl.store(result, y, mask=rows & (token >= 0)[None, :])
+
+        x = tl.where((BLOCK - 1 - index <= last)[None, :], x, tl.zeros_like(x))
+        if last < BLOCK:
             state = tl.zeros_like(state)
-        flag += step
-        state = state * decay + x.to(tl.float32)[None, :]
-        tl.store(y_ptr + row, tl.sum(state * coefficients, axis=0), mask=channel < width)
-        row += step * width
-        if i % MENDED == MENDED - 1:
-            state += state * rest
+        repeated = tl.broadcast_to(x[None, :, :], [GROUPS, CHANNELS, BLOCK])
+        state = advance(state, through, rest, matmul(repeated, high, middle, low, TERMS))
         x = following
     if part == segments - 1:
-        tl.store(leaving_ptr + batch * width * decays + table, state, mask=mask)
-
-
-@triton.jit(do_not_specialize=["length", "segment", "segments"])
-def gradient_kernel(
-    x_ptr, dy_ptr, decay_ptr, starts_ptr, state_ptr, slope_ptr, dcoefficients_ptr, dslope_ptr, leaving_ptr,
-    length, segment, segments, width, decays, MENDED: tl.constexpr, CHANNELS: tl.constexpr, DECAYS: tl.constexpr
-):  # fmt: skip
-    """Sums dy_t S_t and dy_t Q_t over each segment; `leaving` [B, D, E] is Q after the last one."""
-    channel, table, mask, decay, rest = _place(decay_ptr, width, decays, CHANNELS, DECAYS)
-    part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin = part * segment
-    count = tl.minimum(length - begin, segment)
-    row = (batch * length + begin) * width + channel
-    flag = starts_ptr + batch * (length + 1) + begin
-    place = (batch * segments + part) * width * decays + table
-    state = tl.zeros([DECAYS, CHANNELS], tl.float32)
-    slope = tl.zeros([DECAYS, CHANNELS], tl.float32)
-    dcoefficients = tl.zeros([DECAYS, CHANNELS], tl.float32)
-    dslope = tl.zeros([DECAYS, CHANNELS], tl.float32)
-    if segments > 1:
-        state = tl.load(state_ptr + place, mask=mask, other=0.0)
-        slope = tl.load(slope_ptr + place, mask=mask, other=0.0)
-    x = tl.load(x_ptr + row, mask=channel < width, other=0.0)
-    dy = tl.load(dy_ptr + row, mask=channel < width, other=0.0)
-    for i in range(count):
-        row += width
-        following = tl.load(x_ptr + row, mask=(channel < width) & (i + 1 < count), other=0.0)
-        dfollowing = tl.load(dy_ptr + row, mask=(channel < width) & (i + 1 < count), other=0.0)
-        if tl.load(flag + i) != 0:
-            state = tl.zeros_like(state)
-            slope = tl.zeros_like(slope)
-        slope = (slope + state) * decay
-        state = state * decay + x.to(tl.float32)[None, :]
-        dcoefficients += dy.to(tl.float32)[None, :] * state
-        dslope += dy.to(tl.float32)[None, :] * slope
-        if i % MENDED == MENDED - 1:
-            state += state * rest
-            slope += slope * rest
-        x = following
-        dy = dfollowing
-    tl.store(dcoefficients_ptr + place, dcoefficients, mask=mask)
-    tl.store(dslope_ptr + place, dslope, mask=mask)
-    if part == segments - 1:
-        tl.store(leaving_ptr + batch * width * decays + table, slope, mask=mask)
+        tl.store(leaving_ptr + batch * width * decays + place, state, mask=mask)
 
 
 def forward(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y: Tensor) -> Tensor:
@@ -201,70 +223,54 @@ def backward_input(dy: Tensor, coefficients: Tensor, log_decay: Tensor, starts: 
     _scan(dy, coefficients, log_decay, starts, dx, reverse=True)
 
 
-def backward_parameters(dy: Tensor, x: Tensor, log_decay: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sums of dy_t S_t and dy_t Q_t over the batch [D, E] fp64, and Q [B, D, E] after the last token."""
-    (batch, length, width), decays = x.shape, len(log_decay)
-    segment, segments = _segments(x)
-    table = _decays(log_decay, segment)
-    state, slope = _entering(x, table, starts, reverse=False, slopes=True)
-    parts = [log_decay.new_empty(batch * segments, width, decays) for _ in range(2)]
-    leaving = log_decay.new_empty(batch, width, decays)
-    gradient_kernel[(triton.cdiv(width, GRADIENT_CHANNELS), segments, batch)](
-        x, dy, table, starts, state, slope, *parts, leaving, length, segment, segments, width, decays,
-        MENDED=MENDED, CHANNELS=GRADIENT_CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=1
-    )  # fmt: skip
-    return parts[0].sum(0, dtype=torch.float64), parts[1].sum(0, dtype=torch.float64), leaving
-
-
 def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y: Tensor, *, reverse: bool) -> Tensor:
     (batch, length, width), decays = x.shape, len(log_decay)
-    segment, segments = _segments(x)
-    table = _decays(log_decay, segment)
-    entering, _ = _entering(x, table, starts, reverse=reverse, slopes=False)
+    segment, segments = segments_of(x)
+    powers, ages = powers_of(log_decay, segment), ages_of(starts, segment, segments, reverse=reverse)
+    entering, _ = entering_states(x, powers, ages, reverse=reverse, slopes=False)
+    taps = log_decay.new_empty(BLOCK, width)
+    taps_kernel[(triton.cdiv(width, TAPS_CHANNELS), BLOCK)](
+        coefficients, powers.rounded, taps, width, decays,
+        LONGEST=STATES_BLOCK, CHANNELS=TAPS_CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=4
+    )  # fmt: skip
     leaving = log_decay.new_empty(batch, width, decays)
-    scan_kernel[(triton.cdiv(width, CHANNELS), segments, batch)](
-        x, coefficients, table, starts, entering, y, leaving, length, segment, segments, width, decays,
-        REVERSE=reverse, MENDED=MENDED, CHANNELS=CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=1
+    group = tile_of(decays, GROUP)
+    groups = triton.next_power_of_2(triton.cdiv(decays, group))
+    scan_kernel[(triton.cdiv(width, SCAN_CHANNELS), segments, batch)](
+        x, coefficients, *powers, taps, ages.age, entering, y, leaving, length, segment, segments, width, decays,
+        REVERSE=reverse, TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=SCAN_CHANNELS, GROUPS=groups,
+        GROUP=group, num_warps=groups, maxnreg=SCAN_REGISTERS
     )  # fmt: skip
     return leaving
 
 
-def _segments(x: Tensor) -> tuple[int, int]:
-    """Tokens per segment, and number of segments."""
-    batch, length, width = x.shape
-    tokens = batch * length * triton.cdiv(width, CHANNELS) // PROGRAMS
-    segment = max(MIN_SEGMENT, triton.next_power_of_2(max(1, tokens)))
-    return segment, triton.cdiv(length, segment)
-
-
-def _decays(log_decay: Tensor, segment: int) -> Tensor:
-    """Table [3, E] fp32: lambda, its relative correction, and lambda to the power of the segment's length."""
-    exponent = log_decay.double()
-    exact = exponent.exp()
-    rounded = exact.float()
-    rest = torch.where(rounded > 1.0 - 1.0 / MENDED, MENDED * (exact / rounded - 1.0), 0.0)
-    return torch.stack([rounded, rest.float(), (segment * exponent).exp().float()])
-
-
-def _entering(x: Tensor, table: Tensor, starts: Tensor, *, reverse: bool, slopes: bool) -> tuple[Tensor, Tensor]:
+def entering_states(
+    x: Tensor, powers: DecayPowers, ages: DocumentAges, *, reverse: bool, slopes: bool
+) -> tuple[Tensor, Tensor]:
     """S or R, and Q, [B, segments, D, E], entering the segments; nothing is computed for one segment."""
-    (batch, length, width), decays = x.shape, table.shape[1]
-    segment, segments = _segments(x)
+    (batch, length, width), decays = x.shape, powers.rounded.shape[-1]
+    segment, segments = segments_of(x)
     if segments == 1:
-        return table, table
-    state = table.new_empty(batch, segments, width, decays)
-    slope = state.new_empty(state.shape) if slopes else table
-    channels = GRADIENT_CHANNELS if slopes else CHANNELS
-    states_kernel[(triton.cdiv(width, channels), segments, batch)](
-        x, table, starts, state, slope, length, segment, segments, width, decays,
-        REVERSE=reverse, SLOPES=slopes, MENDED=MENDED, CHANNELS=channels, DECAYS=triton.next_power_of_2(decays),
-        num_warps=1
+        return powers.rounded, powers.rounded
+    state = powers.rounded.new_empty(batch, segments, width, decays)
+    slope = state.new_empty(state.shape) if slopes else state
+    channels, tile = STATES_TILE[0], tile_of(decays, STATES_TILE[1])
+    states_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
+        x, *powers, ages.age, state, slope, length, segment, segments, width, decays,
+        REVERSE=reverse, SLOPES=slopes, TERMS=terms_of(x), BLOCK=STATES_BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels,
+        DECAYS=tile, num_warps=STATES_WARPS
     )  # fmt: skip
-    flags = starts[:, 1:] if reverse else starts[:, :-1]
-    broken = functional.pad(flags, (0, segments * segment - length)).unflatten(1, (segments, segment)).amax(-1)
     size = width * decays
     fold_kernel[(triton.cdiv(size, FOLD_BLOCK), batch)](
-        table, broken, state, slope, segment, segments, size, decays,
-        REVERSE=reverse, SLOPES=slopes, BLOCK=FOLD_BLOCK, num_warps=2
+        powers.rounded, ages.broken, state, slope, segment, segments, size, decays,
+        SLOPES=slopes, LONGEST=STATES_BLOCK, BLOCK=FOLD_BLOCK, num_warps=2
     )  # fmt: skip
     return state, slope
+
+
+def segments_of(x: Tensor) -> tuple[int, int]:
+    """Tokens per segment, and number of segments."""
+    batch, length, width = x.shape
+    tokens_each = batch * length * triton.cdiv(width, 16) // PROGRAMS
+    segment = max(MIN_SEGMENT, triton.next_power_of_2(max(1, tokens_each)))
+    return segment, triton.cdiv(length, segment)

@@ -229,10 +229,11 @@ def _backward(
     dy: Tensor, d_last: Tensor | None, x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     from megalin._triton.scans import tpe as kernels
+    from megalin._triton.scans import tpe_gradient
 
     dy, dx = dy.contiguous(), torch.empty_like(x, dtype=x.dtype if d_last is None else torch.float32)
     kernels.backward_input(dy, coefficients, log_decay, starts, dx)
-    d_coefficients, d_slope, slope = kernels.backward_parameters(dy, x, log_decay, starts)
+    d_coefficients, d_slope, slope = tpe_gradient.backward_parameters(dy, x, log_decay, starts)
     d_log_decay = (coefficients * d_slope).sum(0)  # fp64: the sum over channels cancels to a large part
     if d_last is not None:
         d_log_decay += (d_last * slope).sum((0, 1))

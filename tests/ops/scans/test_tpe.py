@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalin._triton.scans import tpe as kernels
+from megalin._triton.scans import tpe_blocks
 from megalin.errors import KernelError
 from megalin.ops.scans.tpe import tpe, tpe_recurrent, tpe_step
 from tests.numerics import Tensors, assert_close, errors, outputs_and_gradients, relative_error
@@ -217,6 +219,79 @@ def test_a_slow_decay_does_not_drift_with_the_distance():
     found = tpe(**inputs, backend="triton").output[0, :, 0].double()
     expected = torch.exp(torch.arange(200) * inputs["log_decay"].double())
     assert ((found - expected).abs() / expected).max() <= 6e-7
+
+
+INSIDE_BLOCKS = {
+    "several in a block": ((2, 3, 9, 20), (1, 14)),
+    "edges of a block": ((1, 16, 17), (15, 31, 32)),
+    "one a token": (tuple(range(1, 97)), ()),
+}
+
+
+FAST_INSIDE = ((17, "several in a block"), (33, "one a token"), (97, "edges of a block"))
+
+
+@pytest.mark.parametrize(
+    ("length", "name"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST_INSIDE))
+        for case in product((15, 16, 17, 31, 33, 97), INSIDE_BLOCKS)
+    ],
+)
+def test_the_kernels_take_lengths_and_documents_around_a_block(length: int, name: str):
+    starts = tuple(tuple(start for start in row if start < length) for row in INSIDE_BLOCKS[name])
+    assert_kernel_right(make_inputs(length, dtype=torch.float32), documents_of(starts, length))
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [pytest.param(rates, marks=[pytest.mark.slow] * (rates[0] != 1e-4)) for rates in ((0, 0), (1e-4, 0.05), (0.5, 20))],
+)
+def test_the_kernels_take_decays_of_several_warps_and_an_incomplete_one(rates: tuple[float, float]):
+    """40 decays: a warp of the scan has up to 32."""
+    inputs = make_inputs(100, dtype=torch.float32) | {"log_decay": -torch.linspace(*rates, 40)}
+    generator = torch.Generator().manual_seed(1)
+    inputs["coefficients"] = torch.randn(WIDTH, 40, generator=generator)
+    inputs["state"] = torch.randn(BATCH, WIDTH, 40, generator=generator)
+    assert_kernel_right(inputs, documents_of(((70,), (71, 79)), 100))
+
+
+def test_a_document_inside_a_segment_of_several_blocks_clears_the_state(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", 5)
+    inputs = make_inputs(300, dtype=torch.float32)
+    assert kernels.segments_of(inputs["x"]) == (128, 3)
+    assert_kernel_right(inputs, documents_of(((100, 130), (70, 200)), 300))
+
+
+def test_a_slow_decay_does_not_drift_over_the_blocks_of_a_segment(monkeypatch: pytest.MonkeyPatch):
+    """The 16th power of exp(-1/913) rounds to fp32 with an error of 2.9e-8, which 64 blocks would make 1.9e-6."""
+    monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", 1)
+    distance, log_decay = 1023, torch.tensor([-1 / 913])
+    inputs = {"x": torch.zeros(1, distance + 1, 1), "coefficients": torch.ones(1, 1), "log_decay": log_decay}
+    inputs["x"][0, 0] = 1.0
+    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    last = tpe(**leaves, backend="triton").output[0, -1, 0]
+    gradients = dict(zip(leaves, torch.autograd.grad(last, list(leaves.values())), strict=True))
+    expected = torch.exp(distance * log_decay.detach().double())
+    found = {"output": last, "x": gradients["x"][0, 0], "coefficients": gradients["coefficients"][0]}
+    found["log_decay"] = gradients["log_decay"] / distance
+    relative = {name: (value.double() / expected - 1).item() for name, value in found.items()}
+    assert not {name: error for name, error in relative.items() if not abs(error) <= 1e-6}
+
+
+def test_a_slow_decay_does_not_drift_in_the_states_between_segments(monkeypatch: pytest.MonkeyPatch):
+    """The 64th power of exp(-1/913) is 3.1e-8 off, which 64 blocks would make 2e-6."""
+    monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", 2)
+    x, log_decay = torch.zeros(1, 8192, 1), torch.tensor([-1 / 913])
+    x[0, 0] = 1.0
+    segment, segments = kernels.segments_of(x)
+    assert (segment, segments) == (4096, 2)
+    powers = tpe_blocks.powers_of(log_decay, segment)
+    ages = tpe_blocks.ages_of(torch.zeros(1, 8193, dtype=torch.uint8), segment, segments, reverse=False)
+    state, slope = kernels.entering_states(x, powers, ages, reverse=False, slopes=True)
+    expected = torch.exp(4095 * log_decay.double()).item()
+    assert abs(state[0, 1, 0, 0].item() / expected - 1) <= 1e-6
+    assert abs(slope[0, 1, 0, 0].item() / (4095 * expected) - 1) <= 1e-6
 
 
 def test_equal_calls_of_the_kernels_give_the_same_bits():
