@@ -55,7 +55,7 @@ SLOW_MESHES = {
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("resume"), model=DROPOUT)
+    return write_config(tmp_path_factory.mktemp("resume"), model=DROPOUT, checkpoint={"every_steps": 2})
 
 
 def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
