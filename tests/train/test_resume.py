@@ -75,7 +75,7 @@ def whole_runs(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathF
         saved = overrides if name == "single" else [*overrides, BACKGROUND]
         stop = [*saved, f"train.stop_after_steps={STOP}"]
         resumed = [(stopped, stop), (stopped, saved)] if with_slow or name in RESUMED else []
-        run_ranks(world_size, _runs, config, [(whole, overrides), *resumed])
+        run_ranks(world_size, _runs, config, [(whole, [*overrides, f"checkpoint.every_steps={STEPS}"]), *resumed])
     return folders
 
 
