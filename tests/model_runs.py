@@ -96,7 +96,7 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
         "optimizer": {"lr": 1e-2, "max_grad_norm": 1.0},
         "schedule": {"warmup_steps": 3},
         "parallel": {},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": STEPS // 2},
         "evaluation": {},
     }
     for name, table in tables.items():

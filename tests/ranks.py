@@ -30,6 +30,7 @@ _PRELOAD = (
     "rich._emoji_codes",
     "torch.profiler._cupti_monitor",
     "tests.model_runs",
+    "tests.warm_start",
     "tests.numerics",
     "tests.parallel.on_ranks",
     # Read by the commands of tools/faults.py, some of them without the rights to Python's files.

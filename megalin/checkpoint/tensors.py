@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalin.parallel.tensor_parallel import sharded_zeros_like
+
 OPTIMIZER_PREFIX = "optim."
 """Prefix of the names of optimizer tensors, which no weight has."""
 
@@ -42,8 +44,8 @@ def initial_state(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tens
     on_device = bool(group.get("fused") or group.get("capturable"))
     return {
         "step": torch.zeros((), device=parameter.device if on_device else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": sharded_zeros_like(parameter),
+        "exp_avg_sq": sharded_zeros_like(parameter),
     }
 
 

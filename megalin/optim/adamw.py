@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalin.ops.adamw_update import AdamWOptions, UpdateTables, UpdateTensors, adamw_update, choose_update
 from megalin.optim.config import OptimizerConfig
-from megalin.parallel.tensor_parallel import local
+from megalin.parallel.tensor_parallel import local, sharded_zeros_like
 from megalin.parallel.weight_copies import WeightCopy, add_weight_copies, compute_dtype
 
 _STOP = "stop_updates"
@@ -23,6 +23,13 @@ class _LocalAdamW(torch.optim.AdamW):
 
     def _init_group(self, *args: Any) -> Any:
         """Fills the lists after the group (weights, gradients, moments, step counts) with local tensors."""
+        for weight in args[0]["params"]:
+            if weight.grad is not None and not self.state[weight]:
+                self.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": sharded_zeros_like(weight),
+                    "exp_avg_sq": sharded_zeros_like(weight),
+                }
         has_complex = super()._init_group(*args)
         for tensors in args[1:]:
             tensors[:] = map(local, tensors)

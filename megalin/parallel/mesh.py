@@ -27,12 +27,14 @@ class Mesh:
 
     Attributes:
         device_mesh: dimensions ("replicate", "shard", "tp"): the ranks of this rank's stages.
+        data_mesh: dimensions ("replicate", "shard"), for sharded data parallelism.
         data: the data axis, replicate x shard: the ranks that share weights, and sum gradients, losses and counts.
         data_group: its process group.
         samples: the sub-axis of data whose ranks read different samples, data / cp.
         zero: the ZeRO stage of the shard axis; 0 where it has one rank.
         cp: the context-parallel axis for layers: neighbours on the data axis that share their samples.
         tp: the tensor-parallel axis for layers.
+        tp_group: its process group.
         pp: the pipeline axis: ranks that have other layers and read the same samples.
         launches: this rank's heartbeat, which records its launches.
         launch_order: those of async tensor parallelism, which the ranks of the tensor-parallel axis compare.
@@ -57,14 +59,16 @@ class Mesh:
         self.zero = config.zero_stage(data_size)
         self.config, self.device, self.launches = config, device, current()
         self._root = _stage_mesh(config, device, replicate=data_size // shard, shard=shard, tp=config.tp)
-        tp_mesh = self._root["tp"]
+        # Each slice of a mesh takes about a millisecond: these two are read in every step.
+        self.data_mesh, tp_mesh = self._root["replicate", "shard"], self._root["tp"]
+        self.tp_group = tp_mesh.get_group()
         self.data_group = open_group("data", self._root.mesh, -3, -2)
         self.data = axis_of("data", self.data_group)
         self.tp = tensor_parallel(
-            axis_of("tp", tp_mesh.get_group()),
+            axis_of("tp", self.tp_group),
             device_mesh=tp_mesh,
             sequence_parallel=config.sequence_parallel,
-            buffers=_async_tp_buffers(config, device, tp_mesh.get_group(), self.launches),
+            buffers=_async_tp_buffers(config, device, self.tp_group, self.launches),
         )
         self.launch_order = LaunchOrder(self.launches, "tp") if self.tp.buffers is None else self.tp.buffers.order
         self.device_mesh, self.pp = self._root, pipeline_parallel()
@@ -83,16 +87,6 @@ class Mesh:
             sample_mesh = _stage_mesh(config, device, samples=data_size // config.cp, cp=config.cp, tp=config.tp)
             self.samples, cp = (axis_of(name, sample_mesh[name].get_group()) for name in ("samples", "cp"))
         self.cp = context_parallel(cp, exchange=config.cp_exchange)
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """The two-dimensional mesh ("replicate", "shard") of sharded data parallelism."""
-        return self._root["replicate", "shard"]
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The process group of the tensor-parallel axis."""
-        return self._root["tp"].get_group()
 
     @property
     def is_first_rank(self) -> bool:

@@ -5,6 +5,7 @@ The bytes travel in host memory through gloo, first their lengths and then the b
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -31,12 +32,18 @@ def encode(value: Any, kind: Any = None) -> bytes:
         _check_plain(value)
         return json.dumps(value).encode()
     # Not dump_json, which writes numbers that are not finite as null.
-    return json.dumps(pydantic.TypeAdapter(kind).dump_python(value, mode="json")).encode()
+    return json.dumps(_adapter(kind).dump_python(value, mode="json")).encode()
 
 
 def decode(data: bytes, kind: Any = None) -> Any:
     """The inverse of `encode`, except that a plain tuple becomes a list. Raises ValueError for other bytes."""
-    return json.loads(data) if kind is None else pydantic.TypeAdapter(kind).validate_json(data)
+    return json.loads(data) if kind is None else _adapter(kind).validate_json(data)
+
+
+@functools.cache
+def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
+    """Converter of values of a kind, which takes up to some milliseconds to build."""
+    return pydantic.TypeAdapter(kind)
 
 
 def _check_plain(value: Any) -> None:

@@ -8,8 +8,8 @@ all-gathers along T and `leave` reduce-scatters along T. A layer is written once
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,7 @@ class TensorParallel:
         """An fp32 meta parameter of global `shape`, sharded along `shard_dim`, or replicated where it is None."""
         if self.device_mesh is None:
             return nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-        return nn.Parameter(_meta_dtensor(shape, shard_dim, self.device_mesh))
+        return _as_parameter(_meta_dtensor(shape, shard_dim, self.device_mesh))
 
     def fused_parameter(self, parts: int, out: int, inner: int) -> nn.Parameter:
         """`parts` matrices [out, inner] as one parameter [parts, out, inner], each sharded along its outputs."""
@@ -251,9 +251,44 @@ def _meta_dtensor(shape: tuple[int, ...], shard_dim: int | None, mesh: DeviceMes
     return DTensor.from_local(empty, mesh, [placement], run_check=False)
 
 
+def _as_parameter(tensor: DTensor) -> nn.Parameter:
+    """A leaf tensor as a parameter, without the DTensor operator `detach` of `nn.Parameter`'s constructor."""
+    parameter = cast(nn.Parameter, tensor.requires_grad_())
+    parameter._is_param = True  # an instance of nn.Parameter
+    return parameter
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, as a plain tensor that autograd follows."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def with_layout(shard: Tensor, tensor: Tensor) -> Tensor:
+    """`shard` as this rank's shard of a tensor on the mesh of `tensor`, with its shape and placements; a plain tensor
+    as it is where `tensor` is one.
+
+    An operator on a DTensor takes some milliseconds at the first call for each shape, in which torch derives the
+    placements of its result; by shards, an elementwise one takes microseconds.
+    """
+    if not is_dtensor(tensor):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@torch.no_grad()
+def sharded_zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros with the shape, dtype and layout of a tensor."""
+    return with_layout(torch.zeros_like(local(tensor)), tensor)
+
+
+def apply_to_shards(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces each parameter and buffer of a module by the function of this rank's shard, which keeps its shape, as
+    `module.to` and `to_empty` do by operators on DTensors (`with_layout`)."""
+    module._apply(lambda tensor: with_layout(function(local(tensor)), tensor))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

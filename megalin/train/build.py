@@ -14,6 +14,7 @@ from megalin.parallel.data_parallel import shard_model
 from megalin.parallel.float8_layers import Float8Settings, enable_float8, update_weight_magnitudes
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.tensor_parallel import apply_to_shards
 from megalin.train.pipeline_model import Pipeline
 
 OVERLAP_OPTIONS = {
@@ -96,7 +97,7 @@ class _Options(NamedTuple):
 def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
     """Compiles the blocks if asked, shards the model, materialises and initialises it."""
     if options.compute_dtype == torch.float64:
-        model.to(torch.float64)
+        apply_to_shards(model, lambda x: x.double() if x.is_floating_point() else x)
     if options.float8 is not None:
         enable_float8(model, model.block_list(), options.float8)
     if options.compile_blocks:
@@ -116,6 +117,6 @@ def _materialise(model: Model, mesh: Mesh, options: _Options) -> None:
         accumulates=options.accumulates,
         reduces=options.reduces,
     )
-    model.to_empty(device=mesh.device)
+    apply_to_shards(model, lambda x: torch.empty_like(x, device=mesh.device))
     init_weights(model, options.seed)
     update_weight_magnitudes(model)

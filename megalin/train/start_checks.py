@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -110,12 +109,13 @@ def check_same_self_tests() -> None:
 @functools.cache
 def code_digest() -> str:
     """sha256, in hex, of the names and contents of megalin's source files."""
-    root, state = Path(megalin.__file__).parent, hashlib.sha256()
+    root, state = os.path.dirname(megalin.__file__), hashlib.sha256()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders.sort()
         for name in sorted(names):
             if name.endswith(_SOURCES):
-                path = Path(folder, name)
-                state.update(f"{path.relative_to(root)}\0".encode())
-                state.update(hashlib.sha256(path.read_bytes()).digest())
+                path = os.path.join(folder, name)
+                state.update(f"{os.path.relpath(path, root)}\0".encode())
+                with open(path, "rb") as file:
+                    state.update(hashlib.sha256(file.read()).digest())
     return state.hexdigest()

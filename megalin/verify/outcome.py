@@ -19,10 +19,10 @@ from megalin.optim.config import OptimizerConfig
 from megalin.parallel.collectives import Axis, all_gather, all_reduce
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 from megalin.parallel.float8_layers import enable_float8, update_weight_magnitudes
+from megalin.parallel.full_tensors import full_tensors
 from megalin.parallel.initialisation import init_weights
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.messages import gather_tensors
-from megalin.parallel.tensor_parallel import full_tensor
 from megalin.train.build import TrainedModel, build_model
 from megalin.train.loss_scale import LossScale
 from megalin.train.pipeline_model import Pipeline
@@ -145,18 +145,20 @@ def run_on_mesh(case: Case, mesh: Mesh, *, after_init: Callable[[nn.Module, Mesh
     scale = LossScale(LOSS_SCALE, mesh) if case.dtype == "float16" else None
     losses, counts = accumulate_gradients(model, batches, mesh, None if scale is None else scale.scale)
     outcome |= {} if recorder is None else recorder.tensors(SAMPLES_PER_RANK, mesh)
+    gradients = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
+        gradients[name] = parameter.grad
+    for name, gradient in full_tensors(gradients):
         # A copy: without sharding the full gradient is the gradient itself, which clipping scales in place.
-        gradient = full_tensor(parameter.grad).clone().cpu()
-        outcome[f"gradient:{name}"] = gradient if scale is None else gradient / LOSS_SCALE.initial
+        copy = gradient.clone().cpu()
+        outcome[f"gradient:{name}"] = copy if scale is None else copy / LOSS_SCALE.initial
     result = apply_gradients(
         model, optimizer, losses, counts, max_grad_norm=OPTIMIZER.max_grad_norm, step=0, loss_scale=scale
     ).wait()
     scalars = {"loss": result.loss, "grad_norm": result.grad_norm}
     outcome |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-    for name, parameter in model.named_parameters():
-        outcome[f"weight:{name}"] = full_tensor(parameter.detach()).cpu()
+    outcome |= {f"weight:{name}": weight.cpu() for name, weight in full_tensors(dict(model.named_parameters()))}
     if case.dtype == "float8":  # a forward with the scales of the changed weights
         stepped = _forward_outcome(case, axes, model, batches[0], full[0], 0)
         outcome |= {f"{STEPPED}{name}": tensor for name, tensor in stepped.items()} | weight_magnitudes(model, mesh)

@@ -27,7 +27,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The config of a tiny run, as a dict."""
-    path = write_config(tmp_path_factory.mktemp("config"), train={"steps": STEPS})
+    path = write_config(tmp_path_factory.mktemp("config"), train={"steps": STEPS}, checkpoint={"every_steps": 2})
     return tomllib.loads(path.read_text())
 
 

@@ -17,7 +17,7 @@ Fails = Callable[..., str]
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny config file."""
-    return write_config(tmp_path_factory.mktemp("config"))
+    return write_config(tmp_path_factory.mktemp("config"), checkpoint={"every_steps": 2})
 
 
 @pytest.fixture(scope="session")

@@ -6,23 +6,26 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 
 from megalin.__main__ import main
 from megalin.commands.arguments.parser import build_parser
 from megalin.commands.lm_eval import evaluate_on_ranks
 from megalin.errors import ConfigError
-from megalin.evaluation.lm_eval_adapter import LmEvalOptions, MegalinModel, evaluate_tasks
 from megalin.generation import Sampling, generate, load_for_generation, open_for_generation
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from tests.model_runs import CPU
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:  # the harness takes longer to import than torch, and each worker imports every file of tests
+    from lm_eval.api.instance import Instance
+
+    from megalin.evaluation.lm_eval_adapter import MegalinModel
 
 QUESTIONS = [
     {"question": "The sky is", "choices": ["blue", "green", "loud"], "answer": 0},
@@ -88,11 +91,15 @@ def run(trained: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def model(trained: Path) -> Iterator[MegalinModel]:
     """The run's model in the adapter; requests of up to 36 tokens."""
+    from megalin.evaluation.lm_eval_adapter import MegalinModel
+
     with process_group(CPU):
         yield MegalinModel(open_for_generation(trained), Mesh(ParallelConfig(), CPU), batch_size=2)
 
 
 def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, values, number) for number, values in enumerate(arguments)]
 
 
@@ -267,5 +274,7 @@ def test_other_keys_are_refused(run, capsys, argument):
 
 
 def test_no_task_is_an_error(model):
+    from megalin.evaluation.lm_eval_adapter import LmEvalOptions, evaluate_tasks
+
     with pytest.raises(ConfigError, match="no such task"):
         evaluate_tasks(model, LmEvalOptions(["nothing"], default_tasks=False))

@@ -244,7 +244,7 @@ def test_config_file_that_is_missing_is_refused(fails):
 
 
 def _bad_shard(folder: Path, what: str) -> Path:
-    config = write_config(folder)
+    config = write_config(folder, checkpoint={"every_steps": 2})
     train, validation = folder / "data" / "train", folder / "data" / "validation"
     if what == "missing":
         train.with_suffix(".idx").unlink()

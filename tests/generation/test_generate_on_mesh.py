@@ -76,7 +76,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 2 and 4, whose answers differ from prompt to prompt."""
     path = tmp_path_factory.mktemp("generate")
     with process_group(CPU):
-        train_here(write_config(path), path / "run", "train.stop_after_steps=4", "model.init_std=0.3")
+        train_here(
+            write_config(path, checkpoint={"every_steps": 2}),
+            path / "run",
+            "train.stop_after_steps=4",
+            "model.init_std=0.3",
+        )
     lines = [json.dumps({"prompt": text}) for text in ("!#%", "a", "longer than the others", "b", "a")]
     (path / "prompts.jsonl").write_text("\n".join(lines))
     return path

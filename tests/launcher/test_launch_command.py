@@ -42,7 +42,7 @@ def test_what_no_rank_could_do_is_refused_before_the_fork(
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("config"), train={"steps": 40})
+    return write_config(tmp_path_factory.mktemp("config"), train={"steps": 40}, checkpoint={"every_steps": 2})
 
 
 def _command(config: Path, folder: Path, *arguments: str) -> list[str]:

@@ -70,7 +70,7 @@ def write_config(folder: Path) -> Path:
         },
         "train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2},
         "optimizer": {"lr": 3e-3, "max_grad_norm": 1.0},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 6},
     }
     path = folder / "tiny.toml"
     path.write_text(tomli_w.dumps(values))

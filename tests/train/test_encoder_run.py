@@ -52,7 +52,7 @@ def write_config(folder: Path, **tables: dict[str, Any]) -> Path:
         },
         "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2},
         "optimizer": {"lr": 3e-3, "max_grad_norm": 1.0},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 6},
     }
     for name, table in tables.items():
         values[name] = values.get(name, {}) | table

@@ -35,7 +35,8 @@ STILL = ("train.steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e-30")
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A config, and the folder of its run of 4 steps with evaluations and checkpoints after 2 and 4."""
     folder = tmp_path_factory.mktemp("source")
-    config = write_config(folder, train={"steps": 4, "evaluate_every_steps": 2}, schedule={"warmup_steps": 1})
+    tables = {"train": {"steps": 4, "evaluate_every_steps": 2}, "schedule": {"warmup_steps": 1}}
+    config = write_config(folder, **tables, checkpoint={"every_steps": 2})
     run_ranks(1, train_here, config, folder / "run")
     return config, folder / "run"
 

@@ -55,7 +55,7 @@ SLOW_MESHES = {
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("resume"), model=DROPOUT)
+    return write_config(tmp_path_factory.mktemp("resume"), model=DROPOUT, checkpoint={"every_steps": 2})
 
 
 def _runs(config: Path, calls: list[tuple[Path, list[str]]]) -> None:
@@ -75,7 +75,7 @@ def whole_runs(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathF
         saved = overrides if name == "single" else [*overrides, BACKGROUND]
         stop = [*saved, f"train.stop_after_steps={STOP}"]
         resumed = [(stopped, stop), (stopped, saved)] if with_slow or name in RESUMED else []
-        run_ranks(world_size, _runs, config, [(whole, overrides), *resumed])
+        run_ranks(world_size, _runs, config, [(whole, [*overrides, f"checkpoint.every_steps={STEPS}"]), *resumed])
     return folders
 
 

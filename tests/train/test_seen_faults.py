@@ -123,7 +123,10 @@ def _slow_reader(config: Path, folder: Path) -> str:
 
 
 def test_run_shows_waits_durations_and_samples(tmp_path):
-    config, folder = write_config(tmp_path, train={"evaluate_every_steps": 2}), tmp_path / "run"
+    config, folder = (
+        write_config(tmp_path, train={"evaluate_every_steps": 2}, checkpoint={"every_steps": 2}),
+        tmp_path / "run",
+    )
     first, second = run_ranks(2, _slow_reader, config, folder)
     assert first == second
     assert re.search(

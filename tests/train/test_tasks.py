@@ -34,7 +34,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     data = str(make_data(folder))
     train = {"steps": 6, "micro_batch_size": 1}
-    return write_config(folder, train=train, schedule={"warmup_steps": 0}, evaluation={"data": data})
+    return write_config(
+        folder, train=train, schedule={"warmup_steps": 0}, evaluation={"data": data}, checkpoint={"every_steps": 2}
+    )
 
 
 def _train(config: Path, folder: Path, *overrides: str) -> dict[str, float]:
