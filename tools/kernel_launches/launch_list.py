@@ -122,7 +122,7 @@ class LaunchList:
         forms = {launch.form() for launch in steps}
         dependent = {launch.kernel for key, launch in longest.items() if chips[key] != set(CHIPS)}
         kept = {
-            launch: entry._replace(chips=_chips_of(launch, dependent))
+            launch: entry._replace(chips=_chips_of(launch, dependent)) if entry.chips == CHIPS else entry
             for launch, entry in self.entries.items()
             if launch.form() not in forms and takes(*launch)
         }

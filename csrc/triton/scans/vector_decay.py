@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import triton
-from megalin._triton.dispatch.chips import has_tensor_memory
+from megalin._triton.dispatch.chips import has_tensor_memory, shared_bytes
 from megalin._triton.scans.vector_decay_chunk import gradients_kernel, products_kernel, scores_kernel
 from megalin._triton.scans.vector_decay_mild import (
     mild_gate_gradients_kernel,
@@ -273,7 +273,8 @@ def _mild_gradients_constants(width: int) -> dict[str, int]:
 def _sweep_constants(width: int, values: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         key = max(FP32_BLOCK, _block(width, 256))
-        value, warps, stages = max(FP32_BLOCK, _block(values, 4096 // key)), 8, 2 if key <= 128 else 1
+        pipelined = 128 if shared_bytes() > 2**17 else 64  # keys; two stages of 128 take 120 KB
+        value, warps, stages = max(FP32_BLOCK, _block(values, 4096 // key)), 8, 2 if key <= pipelined else 1
     else:
         key = _block(width, 256)
         value, warps, stages = _block(values, 8192 // max(key, 128)), 4, 3 if key <= 128 else 2

@@ -7,7 +7,7 @@ import torch
 
 from megalin._triton.dispatch import chips
 from megalin._triton.norms import rms_norm
-from megalin._triton.scans import fixed_decay_state, scalar_decay
+from megalin._triton.scans import fixed_decay_state, scalar_decay, vector_decay
 from megalin.ops.scans import fixed_decay_cuda
 from tools.kernel_launches.compilation import SHARED_LIMIT
 from tools.kernel_launches.launch import CHIPS
@@ -75,3 +75,12 @@ def test_rows_in_flight_of_rms_norm_fit_the_chip():
             stages[chip] = [rms_norm._backward_constants(16384, size)["STAGES"] for size in (2, 4)]
             assert rms_norm._backward_constants(8192, 4)["STAGES"] == (2 if chips.shared_bytes() < 2**17 else 3)
     assert stages == {80: [3, 2], 89: [2, 1], 90: [3, 2], 100: [3, 2], 120: [2, 1]}
+
+
+def test_stages_of_the_vector_scan_in_fp32_fit_the_chip():
+    stages = {}
+    for chip in CHIPS:
+        with faked_chip(chip):
+            stages[chip] = [vector_decay._sweep_constants(key, 128, torch.float32)["num_stages"] for key in (64, 128)]
+            assert vector_decay._sweep_constants(128, 128, BF16)["num_stages"] == 3
+    assert stages == {80: [2, 2], 89: [2, 1], 90: [2, 2], 100: [2, 2], 120: [2, 1]}
