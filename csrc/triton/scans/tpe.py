@@ -17,8 +17,9 @@ has bf16 operands: a number is a sum of one to three bf16 terms. Tensor cores tr
 accumulated there. lambda^L has two fp32 terms, since its rounding error is the same in every block.
 
 A program has some channels over a segment of tokens; states between segments come from a pass without outputs. The
-first segment begins with as many empty tokens as the length lacks. `age` [B, T] int32 counts tokens since the first one
-of a document, in the order of the scan: a token of age n has the n tokens before it in its document.
+first segment begins with as many empty tokens as the length lacks. `age` [B, T] uint8 counts tokens since the first one
+of a document, in the order of the scan: a token of age n has the n tokens before it in its document. It ends at
+STATES_BLOCK, the longest block.
 """
 
 from __future__ import annotations
