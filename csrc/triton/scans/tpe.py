@@ -38,19 +38,19 @@ from megalin._triton.scans.tpe_blocks import (
     matmul,
     power,
     powers_of,
+    register_tile,
     terms_of,
     tile_of,
     tokens,
 )
 
-GROUP = 32
-"""Decays a warp of the scan."""
+GROUP = {2: 64, 3: 32}
+"""Decays a warp of the scan, by the bf16 terms of an operand."""
 SCAN_CHANNELS = 16
-SCAN_REGISTERS: int | None = None
-STATES_TILE = (32, 64)
+STATES_TILE = (64, 64)
 """Channels and decays a program."""
 STATES_WARPS = 4
-PROGRAMS = 6144
+PROGRAMS = 3072
 """Target number of programs of 16 channels, which sets the length of segments, a power of two."""
 MIN_SEGMENT = 64
 FOLD_BLOCK = 256
@@ -235,12 +235,13 @@ def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y:
         LONGEST=STATES_BLOCK, CHANNELS=TAPS_CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=4
     )  # fmt: skip
     leaving = log_decay.new_empty(batch, width, decays)
-    group = tile_of(decays, GROUP)
+    terms = terms_of(x)
+    group = tile_of(decays, GROUP[terms])
     groups = triton.next_power_of_2(triton.cdiv(decays, group))
     scan_kernel[(triton.cdiv(width, SCAN_CHANNELS), segments, batch)](
         x, coefficients, *powers, taps, ages.age, entering, y, leaving, length, segment, segments, width, decays,
-        REVERSE=reverse, TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=SCAN_CHANNELS, GROUPS=groups,
-        GROUP=group, num_warps=groups, maxnreg=SCAN_REGISTERS
+        REVERSE=reverse, TERMS=terms, BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=SCAN_CHANNELS, GROUPS=groups,
+        GROUP=group, num_warps=groups
     )  # fmt: skip
     return leaving
 
@@ -255,7 +256,7 @@ def entering_states(
         return powers.rounded, powers.rounded
     state = powers.rounded.new_empty(batch, segments, width, decays)
     slope = state.new_empty(state.shape) if slopes else state
-    channels, tile = STATES_TILE[0], tile_of(decays, STATES_TILE[1])
+    channels, tile = register_tile(STATES_TILE, decays)
     states_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
         x, *powers, ages.age, state, slope, length, segment, segments, width, decays,
         REVERSE=reverse, SLOPES=slopes, TERMS=terms_of(x), BLOCK=STATES_BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.dispatch.chips import has_tensor_memory
 
 BLOCK = 16
 """L of scans and gradients."""
@@ -153,6 +154,12 @@ def tokens(ptr, token, batch, channel, length, width, REVERSE: tl.constexpr):
 def tile_of(decays: int, largest: int) -> int:
     """Decays of a matmul, which has at least 16."""
     return min(largest, max(16, triton.next_power_of_2(decays)))
+
+
+def register_tile(tile: tuple[int, int], decays: int) -> tuple[int, int]:
+    """Channels and decays of a tile whose matmuls have their results in registers: on 10.x at most 32 channels."""
+    channels, largest = tile
+    return min(channels, 32) if has_tensor_memory() else channels, tile_of(decays, largest)
 
 
 def terms_of(x: Tensor) -> int:
