@@ -13,12 +13,27 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from megalin._triton.dispatch.chips import has_tensor_memory
+from megalin._triton.dispatch.chips import MEASURED_ON, capability
 
 BLOCK = 16
 """L of scans and gradients."""
 STATES_BLOCK = 64
 """L of the pass between segments."""
+
+
+class Tiles(NamedTuple):
+    """Tiles of the kernels."""
+
+    group: int
+    """Decays a warp of the scan."""
+    states: tuple[int, int, int]
+    """Channels, decays and warps of the pass between segments."""
+    gradient: tuple[int, int, int]
+    """Channels, decays and warps of the gradients."""
+
+
+LARGE_TILES = Tiles(64, (64, 64, 4), (64, 64, 4))
+SMALL_TILES = Tiles(32, (32, 64, 4), (16, 32, 1))
 
 
 class DecayPowers(NamedTuple):
@@ -156,15 +171,14 @@ def tile_of(decays: int, largest: int) -> int:
     return min(largest, max(16, triton.next_power_of_2(decays)))
 
 
-def register_tile(tile: tuple[int, int], decays: int) -> tuple[int, int]:
-    """Channels and decays of a tile whose matmuls have their results in registers: on 10.x at most 32 channels."""
-    channels, largest = tile
-    return min(channels, 32) if has_tensor_memory() else channels, tile_of(decays, largest)
-
-
 def terms_of(x: Tensor) -> int:
     """bf16 terms of an operand: errors of 2^-17 vanish in outputs of 16 bits."""
     return 3 if x.dtype == torch.float32 else 2
+
+
+def tiles_of(x: Tensor) -> Tiles:
+    """Large tiles for bf16 on 9.0. Others spill there, and on other chips."""
+    return LARGE_TILES if x.dtype == torch.bfloat16 and capability() == MEASURED_ON else SMALL_TILES
 
 
 def ages_of(starts: Tensor, segment: int, segments: int, *, reverse: bool) -> DocumentAges:

@@ -16,13 +16,12 @@ from megalin._triton.scans.tpe_blocks import (
     matmul,
     power,
     powers_of,
-    register_tile,
     terms_of,
+    tile_of,
+    tiles_of,
     tokens,
 )
 
-GRADIENT_TILE = (64, 64)
-GRADIENT_WARPS = 4
 LAG_CHANNELS = 8
 LAG_BLOCKS = 16
 LAG_WARPS = 2
@@ -150,11 +149,12 @@ def backward_parameters(dy: Tensor, x: Tensor, log_decay: Tensor, starts: Tensor
     state, slope = entering_states(x, powers, ages, reverse=False, slopes=True)
     parts = [log_decay.new_empty(batch * segments, width, decays) for _ in range(2)]
     leaving = log_decay.new_empty(batch, width, decays)
-    channels, tile = register_tile(GRADIENT_TILE, decays)
+    channels, largest, warps = tiles_of(x).gradient
+    tile = tile_of(decays, largest)
     gradient_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
         x, dy, *powers, ages.age, state, slope, *parts, leaving, length, segment, segments, width, decays,
         TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels, DECAYS=tile,
-        num_warps=GRADIENT_WARPS
+        num_warps=warps
     )  # fmt: skip
     lags = log_decay.new_empty(batch * segments, BLOCK, width)
     lags_kernel[(triton.cdiv(width, LAG_CHANNELS), segments, batch)](
