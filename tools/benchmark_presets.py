@@ -53,16 +53,16 @@ class PageModel(NamedTuple):
 _RMSNORM = tuple(f"model.{place}norm=rmsnorm" for place in ("", "layers.0.sublayers.0.", "layers.0.sublayers.1."))
 PRESETS = (
     PageModel("gla-1.3b", "fla"),
-    PageModel("rodimus_plus-1.6b"),
     PageModel("rodimus-1.3b", "fla"),
     PageModel("mamba2-1b", "fla"),
     PageModel("retnet-1.3b", "fla"),
     PageModel("hgrn2-1b", "fla"),
-    PageModel("llama-1b", "transformers", _RMSNORM, "RMSNorm"),
-    PageModel("cosformer2-1b", "fla"),
     PageModel("tnl-1b", "fla"),
-    PageModel("llama-1b", note="LayerNorm"),
+    PageModel("cosformer2-1b", "fla"),
+    PageModel("rodimus_plus-1.6b"),
+    PageModel("llama-1b", "transformers", _RMSNORM, "RMSNorm"),
     PageModel("transnormerllm-1b"),
+    PageModel("llama-1b", note="LayerNorm"),
     PageModel("danet-large", note="64 x 512 tokens", batch=("train.micro_batch_size=64", "data.sequence_length=512")),
 )
 """The longest runs first."""
