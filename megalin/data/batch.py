@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megalin.ops.documents import keep_on_host
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.cross_entropy import IGNORED_LABEL
 
@@ -166,5 +167,8 @@ def pinned(batch: BatchT) -> BatchT:
 
 
 def batch_to(batch: BatchT, device: torch.device) -> BatchT:
-    """Copies the batch to `device`."""
-    return map_fields(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Copies the batch to `device`; mixers for which the host reads its documents find these without waiting for it."""
+    copied = map_fields(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    if isinstance(copied, Batch) and isinstance(batch, Batch):
+        keep_on_host(copied.document_ids, batch.document_ids)
+    return copied

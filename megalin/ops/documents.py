@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class PackedDocuments(NamedTuple):
@@ -25,16 +26,30 @@ UNPACKED = PackedDocuments(None)
 """Each sequence is one document."""
 
 
+_ON_HOST = WeakTensorKeyDictionary()
+"""Document ids on a device -> the same ids on the CPU, while the former live."""
+
+
+def keep_on_host(ids: Tensor, host: Tensor) -> None:
+    """Declares that `ids` on a device, which nothing writes from here on, equal `host`: `find_documents` reads that,
+    if it is on the CPU."""
+    if host.device.type == "cpu" and host is not ids:
+        _ON_HOST[ids] = host
+
+
 def find_documents(ids: Tensor) -> PackedDocuments:
-    """Documents of ids [B, T]. Synchronises with the device to read their number: call it once per batch."""
-    starts = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)  # [B, T]
-    places = starts.cpu().flatten().nonzero()[:, 0]
+    """Documents of ids [B, T]: call it once per batch. Without `keep_on_host` it waits for all work of the device."""
+    host = _ON_HOST[ids] if ids in _ON_HOST else ids.cpu()
+    starts = functional.pad(host[:, 1:] != host[:, :-1], (1, 0), value=True)  # [B, T]
+    places = starts.flatten().nonzero()[:, 0]
     count = len(places)
     if count == len(ids):
         return UNPACKED
     size = 1
     while size < count:
         size *= 4
-    offsets = functional.pad(places, (0, size + 1 - count), value=ids.numel())
-    sizes = torch.stack([torch.tensor(count), offsets.diff().max()])
-    return PackedDocuments(ids, offsets.to(ids.device, torch.int32), sizes)
+    offsets = functional.pad(places, (0, size + 1 - count), value=ids.numel()).to(torch.int32)
+    sizes = torch.stack([torch.tensor(count), offsets.diff().max().long()])
+    if ids.is_cuda:
+        offsets = offsets.pin_memory()  # a copy from other memory waits for the device
+    return PackedDocuments(ids, offsets.to(ids.device, non_blocking=True), sizes)

@@ -65,7 +65,8 @@ class SequenceDocuments:
 
     @cached_property
     def packed(self) -> PackedDocuments:
-        """Offsets of the documents in the full sequences. The host waits for the device, which alone can count them."""
+        """Offsets of the documents in the full sequences. With context parallelism the host waits for the device, which
+        alone has all ids."""
         ids = self.full_sequence.document_ids
         return UNPACKED if ids is None else find_documents(ids)
 

@@ -3,7 +3,17 @@
 import numpy as np
 import torch
 
-from megalin.data.batch import IGNORED_LABEL, EncoderBatch, pack, pad_samples, split_tokens, take_samples, with_draw
+from megalin.data.batch import (
+    IGNORED_LABEL,
+    EncoderBatch,
+    batch_to,
+    pack,
+    pad_samples,
+    split_tokens,
+    take_samples,
+    with_draw,
+)
+from megalin.ops.documents import find_documents
 from megalin.parallel.collectives import Axis
 from megalin.parallel.context_parallel import ContextParallel
 
@@ -109,3 +119,14 @@ def test_numbers_of_samples_stay_with_them():
     assert split_tokens(batch, ContextParallel(Axis("cp", 2, 1))).draw.tolist() == [2**40]
     assert list(batch.inputs()) == ["tokens", "labels", "document_ids", "draw"]
     assert list(batch._replace(draw=None).inputs()) == ["tokens", "labels", "document_ids"]
+
+
+def test_documents_of_a_batch_on_a_device_are_found_without_reading_it():
+    """The meta device has no values to read."""
+    batch = batch_to(_pack([10, 11, 12, 20, 21, 30], [0, 0, 0, 1, 1, 2]), torch.device("meta"))
+    documents = find_documents(batch.document_ids)
+    assert documents.ids is batch.document_ids
+    assert documents.offsets is not None
+    assert documents.sizes is not None
+    assert (documents.offsets.shape, documents.offsets.dtype) == ((5,), torch.int32)
+    assert (documents.offsets.device.type, documents.sizes.tolist()) == ("meta", [2, 3])
