@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "decay_scan_arguments.cuh"
+#include "forget_gate_arguments.cuh"
 
 extern "C" {
 int megalin_decay_scan(const megalin::ScanShape* shape, const megalin::Scan* scans, int count, cudaStream_t stream);
@@ -20,6 +20,8 @@ int megalin_decay_scan_parts(const megalin::ScanShape* shape, const megalin::Ope
                              float* added, int parts, bool last, cudaStream_t stream);
 int megalin_decay_scan_fold(const megalin::ScanShape* shape, const float* added, const float* boundary, float* states,
                             int parts, bool whole, cudaStream_t stream);
+int megalin_gate_scores(const megalin::GateScores* x, cudaStream_t stream);
+int megalin_gate_gradients(const megalin::GateGradients* x, cudaStream_t stream);
 int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows, int width, float eps, int dtype,
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
@@ -70,6 +72,27 @@ megalin::ScanShape shape_from(const ShapeTuple& tuple) {
           blocks, block_tokens, reverse};
 }
 
+// The same for the forget-gate scan.
+using GateScoresTuple = std::tuple<OperandTuple, OperandTuple, Address, Address, Address, Address, Address, Address,
+                                   Address, int, int, int, int, float>;
+using GateGradientsTuple = std::tuple<OperandTuple, OperandTuple, OperandTuple, OperandTuple, Address, Address, Address,
+                                      Address, Address, Address, Address, int, int, int, int, int, float>;
+
+megalin::GateScores gate_scores_from(const GateScoresTuple& tuple) {
+  const auto& [q, logit, bound, documents, q_start, k_end, scores, through, kinds, batch, length, heads, key, scale] =
+      tuple;
+  return {operand_from(q), operand_from(logit), at<float>(bound), at<int>(documents), at<void>(q_start),
+          at<void>(k_end), at<void>(scores), at<float>(through), at<int>(kinds), batch, length, heads, key, scale};
+}
+
+megalin::GateGradients gate_gradients_from(const GateGradientsTuple& tuple) {
+  const auto& [q, logit, v, output, bound, states, state_gradients, kinds, dq, dlogit, dbound, batch, length, heads,
+               key, value, scale] = tuple;
+  return {operand_from(q), operand_from(logit), operand_from(v), operand_from(output), at<float>(bound),
+          at<void>(states), at<void>(state_gradients), at<int>(kinds), at<void>(dq), at<void>(dlogit),
+          at<float>(dbound), batch, length, heads, key, value, scale};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -117,5 +140,13 @@ PYBIND11_MODULE(_C, module) {
     const auto wanted = shape_from(shape);
     check("decay_scan_fold", megalin_decay_scan_fold(&wanted, at<float>(added), at<float>(boundary), at<float>(states),
                                                      parts, whole, stream_at(stream)));
+  });
+  module.def("gate_scores", [](const GateScoresTuple& tuple, Address stream) {
+    const auto arguments = gate_scores_from(tuple);
+    check("gate_scores", megalin_gate_scores(&arguments, stream_at(stream)));
+  });
+  module.def("gate_gradients", [](const GateGradientsTuple& tuple, Address stream) {
+    const auto arguments = gate_gradients_from(tuple);
+    check("gate_gradients", megalin_gate_gradients(&arguments, stream_at(stream)));
   });
 }

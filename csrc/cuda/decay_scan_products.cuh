@@ -11,6 +11,15 @@ namespace megalin {
 // Layout of the right operand [k, n] in its tile: one row for each n, or one row for each k.
 enum class Rows { N, K };
 
+// Keeps a result's values in its registers from here on: the compiler moves no write of them behind the next matmul.
+template <int TILES>
+__device__ void hold_result(float (&result)[TILES][4]) {
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    asm volatile("" : "+f"(result[j][0]), "+f"(result[j][1]), "+f"(result[j][2]), "+f"(result[j][3])::"memory");
+  }
+}
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -22,10 +31,7 @@ __device__ inline void publish_tiles() { asm volatile("fence.proxy.async.shared:
 template <int PENDING, int TILES>
 __device__ void wait_for_products(float (&result)[TILES][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-  for (int j = 0; j < TILES; ++j) {
-    asm volatile("" : "+f"(result[j][0]), "+f"(result[j][1]), "+f"(result[j][2]), "+f"(result[j][3])::"memory");
-  }
+  hold_result(result);
 }
 
 // Matrix descriptor of a tile: groups of eight rows are 1024 bytes apart, panels 8192.

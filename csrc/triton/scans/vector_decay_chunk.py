@@ -150,16 +150,18 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])
 def products_kernel(
-    v_ptr, do_ptr, states_ptr, dstates_ptr,  # states entering, and gradients of states leaving: [B, H, N, K, V]
+    v_ptr, do_ptr, states_ptr, dstates_ptr, kind_ptr,  # states entering, their gradients leaving: [B, H, N, K, V]
     dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of the results of scores_kernel
     v_b, v_t, v_h, do_b, do_t, do_h,
     length, num_chunks, heads,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
     """Sums over the values: gradients of one chunk's decayed q and k, of its scores (the diagonal separately), and of
-    the decay through it."""
+    the decay through it. STEEP: only for chunks of kind 0."""
     chunk = tl.program_id(0) % num_chunks
     batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
+    if STEEP and tl.load(kind_ptr + batch_head * num_chunks + chunk) != 0:
+        return
     batch, head = batch_head // heads, batch_head % heads
     row, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
     first = chunk.to(tl.int64) * CHUNK
