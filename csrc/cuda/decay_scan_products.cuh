@@ -93,6 +93,19 @@ __device__ void multiply_tiles(float (&d)[TILES][4], uint32_t a, uint32_t b) {
   }
 }
 
+// d [64, 64] += a b over 16 STEPS columns of tile a and rows of tile b, whose tiles of 64 rows are `next` bytes apart.
+template <int STEPS>
+__device__ void multiply_rows(float (&d)[8][4], uint32_t a, uint32_t b, uint32_t next) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const uint64_t left = descriptor(a + step / 4 * PANEL_BYTES + step % 4 * 32);
+    const uint64_t right = descriptor(b + step / 4 * next + step % 4 * 2048);
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MEGALIN_32 "}, %32, %33, 1, 1, 1, 0, 1;"
+                 : MEGALIN_4_TILES(0), MEGALIN_4_TILES(4)
+                 : "l"(left), "l"(right));
+  }
+}
+
 #else
 
 __device__ inline void begin_products() {}
@@ -126,6 +139,17 @@ __device__ void multiply_tiles(float (&d)[TILES][4], uint32_t a, uint32_t b) {
     Left left;
     load_matrices(left, a + piece_offset(row, 2 * step + lane() / 16));
     multiply<Rows::N>(d, left, b, step);
+  }
+}
+
+template <int STEPS>
+__device__ void multiply_rows(float (&d)[8][4], uint32_t a, uint32_t b, uint32_t next) {
+  const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    Left left;
+    load_matrices(left, a + piece_offset(row, 2 * step + lane() / 16));
+    multiply<Rows::K>(d, left, b + step / 4 * next, step % 4);
   }
 }
 

@@ -59,6 +59,12 @@ __device__ inline void store_word(uint32_t target, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(value) : "memory");
 }
 
+__device__ inline uint32_t load_word(uint32_t source) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(source));
+  return x;
+}
+
 __device__ inline uint4 load_piece(uint32_t source) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(source));

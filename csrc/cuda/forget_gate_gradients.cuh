@@ -25,18 +25,63 @@ struct GateShared {
   static constexpr int BYTES = THROUGH + VALUE / 64 * CHUNK * 4;
 };
 
-// Stores the pairs [64, 64] of a token and an earlier one, zeros elsewhere, and those of a token with itself.
-__device__ inline void store_pairs(const float (&pairs)[8][4], uint32_t tile, float* own) {
-  const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4;
+// Stores the pairs [64, 64] of a token and an earlier one, zeros elsewhere, and those of a token with itself: 16 rows a
+// warp, and TILES tiles of columns a warpgroup.
+template <int TILES>
+__device__ void store_pairs(const float (&pairs)[TILES][4], uint32_t tile, float* own) {
+  const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < TILES; ++j) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int reader = 16 * warp + g + 8 * half, writer = 8 * j + 2 * c;
+      const int reader = start + g + 8 * half, writer = 8 * (column + j) + 2 * c;
       const float x = pairs[j][2 * half], y = pairs[j][2 * half + 1];
       if (writer == reader) own[reader] = x;
       if (writer + 1 == reader) own[reader] = y;
-      store_word(tile + piece_offset(reader, j) + 4 * c, pack(writer < reader ? x : 0.0f, writer + 1 < reader ? y : 0.0f));
+      const uint32_t pair = pack(writer < reader ? x : 0.0f, writer + 1 < reader ? y : 0.0f);
+      store_word(tile + piece_offset(reader, column + j) + 4 * c, pair);
+    }
+  }
+}
+
+__device__ inline void clear(float (&x)[8][4]) {
+#pragma unroll
+  for (auto& tile : x) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+}
+
+// Writes dq into this warp's channels of a tile of tokens, and x_q dx_q into dg.
+__device__ inline void finish_queries(const float (&dx)[8][4], const Left (&x_q)[4], const Left (&x_k)[4],
+                                      const float (&sums)[8][4], const float* own, float scale, uint32_t tile,
+                                      float (&dg)[8][4]) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    Left result;
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      const int j = 2 * step + half / 2, r = half % 2;
+      float dq[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int e = 2 * r + i;
+        dg[j][e] = element(x_q, j, e) * dx[j][e];
+        dq[i] = (dx[j][e] + own[8 * j + lane() % 4 * 2 + i] * element(x_k, j, e)) * (power_of_two(sums[j][e]) * scale);
+      }
+      result[half] = pack(dq[0], dq[1]);
+    }
+    store_matrices_transposed(tile + matrices_offset() + step * 2048, result);
+  }
+}
+
+// Subtracts x_k dx_k from dg, and turns dx_k into dk.
+__device__ inline void finish_keys(const Left (&x_q)[4], const Left (&x_k)[4], const float (&sums)[8][4],
+                                   const float* own, float (&dx)[8][4], float (&dg)[8][4]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      dg[j][e] -= element(x_k, j, e) * dx[j][e];
+      dx[j][e] += own[8 * j + lane() % 4 * 2 + e % 2] * element(x_q, j, e);
+      dx[j][e] *= power_of_two(-sums[j][e]);
     }
   }
 }
@@ -138,7 +183,13 @@ __global__ void __launch_bounds__(128, 3) gate_gradients(const __grid_constant__
   commit_copies();
   if (count < CHUNK) open_after(count, logit);
   float sums[8][4];
-  const Ends ends = decay_operands(logit, bound, x.scale, kind, x_q, x_k, sums);
+  Ends ends;
+  {
+    float key[8][4];
+    open_gates(logit, bound, key, sums);
+    const float2 total = cumulate<false>(sums);
+    ends = decay_from_middle(key, total, x.scale, kind, x_q, x_k, sums);
+  }
 
   wait_for_copies<1>();
   publish_tiles();
@@ -172,28 +223,11 @@ __global__ void __launch_bounds__(128, 3) gate_gradients(const __grid_constant__
 
   __syncthreads();  // All warps have multiplied with dO, whose tile the results take.
   float dg[8][4];
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    Left result;
-#pragma unroll
-    for (int half = 0; half < 4; ++half) {
-      const int j = 2 * step + half / 2, r = half % 2;
-      float dq[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int e = 2 * r + i;
-        dg[j][e] = element(x_q, j, e) * dx[j][e];
-        dq[i] = (dx[j][e] + own[8 * j + 2 * c + i] * element(x_k, j, e)) * (power_of_two(sums[j][e]) * x.scale);
-      }
-      result[half] = pack(dq[0], dq[1]);
-    }
-    store_matrices_transposed(base + S::OUTPUT + matrices_offset() + step * 2048, result);
-  }
+  finish_queries(dx, x_q, x_k, sums, own, x.scale, base + S::OUTPUT, dg);
   wait_for_copies<0>();
   publish_tiles();
   __syncthreads();
-#pragma unroll
-  for (auto& tile : dx) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+  clear(dx);
   hold_result(dx);
   begin_products();
   multiply_tiles<VALUE>(dx, base + S::STATE_GRADIENT, base + S::V);
@@ -228,14 +262,7 @@ __global__ void __launch_bounds__(128, 3) gate_gradients(const __grid_constant__
     }
   }
   wait_for_products<0>(dx);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      dg[j][e] -= element(x_k, j, e) * dx[j][e];
-      dx[j][e] = (dx[j][e] + own[8 * j + 2 * c + e % 2] * element(x_q, j, e)) * power_of_two(-sums[j][e]);
-    }
-  }
+  finish_keys(x_q, x_k, sums, own, dx, dg);
   cumulate<true>(dg);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {

@@ -19,9 +19,9 @@ __device__ inline float sum_of_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Cumulative sums over the 64 tokens of both channels, in place: up to each token, or from each token on (REVERSE).
-// Returns the sums over all tokens.
-template <bool REVERSE>
+// Cumulative sums over the 64 tokens of both channels, in place: up to each token, or from each token on (REVERSE), with
+// or without its own (EXCLUSIVE). Returns the sums over all tokens.
+template <bool REVERSE, bool EXCLUSIVE = false>
 __device__ float2 cumulate(float (&x)[8][4]) {
   float running[2] = {0.0f, 0.0f};
   const bool odd = (lane() & 1) != REVERSE, upper = ((lane() & 2) != 0) != REVERSE;
@@ -35,8 +35,8 @@ __device__ float2 cumulate(float (&x)[8][4]) {
       const float neighbour = __shfl_xor_sync(0xffffffffu, own, 1), pair = own + neighbour;
       const float others = __shfl_xor_sync(0xffffffffu, pair, 2);
       const float before = running[r] + (odd ? neighbour : 0.0f) + (upper ? others : 0.0f);
-      first += before;
-      second = before + own;
+      second = EXCLUSIVE ? before + first : before + own;
+      first = EXCLUSIVE ? before : before + first;
       running[r] += pair + others;
     }
   }
@@ -98,12 +98,9 @@ __device__ inline void open_gates(const Left (&logit)[4], const float (&bound)[2
   }
 }
 
-// Computes x_q from q, x_k, and u - m into `sums`, from the logits.
-__device__ inline Ends decay_operands(const Left (&logit)[4], const float (&bound)[2], float scale, int kind,
-                                      Left (&x_q)[4], Left (&x_k)[4], float (&sums)[8][4]) {
-  float key[8][4];
-  open_gates(logit, bound, key, sums);
-  const float2 total = cumulate<false>(sums);
+// Computes x_q from q, x_k from keys, and u - m from u, in place where possible.
+__device__ inline Ends decay_from_middle(const float (&key)[8][4], float2 total, float scale, int kind, Left (&x_q)[4],
+                                         Left (&x_k)[4], float (&sums)[8][4]) {
   Ends ends{{0.5f * total.x, 0.5f * total.y}, {}, {}};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -133,6 +130,25 @@ __device__ inline void open_after(int count, Left (&logit)[4]) {
       if (token >= count) pair = (pair & 0xffff0000u) | OPEN;
       if (token + 1 >= count) pair = (pair & 0xffffu) | OPEN << 16;
     }
+  }
+}
+
+// Stores a warpgroup's result [64 tokens, 64 columns] in its columns of rows of tokens, through its panel of `tile`.
+__device__ inline void store_rows(const float (&x)[8][4], uint32_t tile, __nv_bfloat16* target, int64_t stride,
+                                  int count) {
+  const int warp = threadIdx.x / 32, group = warp / 4, start = 16 * (warp % 4), g = lane() / 4, c = lane() % 4;
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    store_word(tile + piece_offset(start + g, 8 * group + j) + 4 * c, pack(x[j][0], x[j][1]));
+    store_word(tile + piece_offset(start + g + 8, 8 * group + j) + 4 * c, pack(x[j][2], x[j][3]));
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = start + 4 * i + lane() / 8, piece = 8 * group + lane() % 8;
+    const uint4 found = load_piece(tile + piece_offset(token, piece));
+    if (token < count) write_piece(target + token * stride + 8 * piece, found);
   }
 }
 

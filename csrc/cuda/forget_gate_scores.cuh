@@ -20,9 +20,9 @@ __device__ inline int document_kind(const int* documents, int64_t first, int cou
   return documents[first] != leaving ? 0 : entering == leaving ? 2 : 1;
 }
 
-// Stores the scores' lower triangle [64, 64]; a warp's 16 rows and TILES tiles of columns pass through `tile`.
+// Writes the scores' lower triangle [64, 64] into a tile: 16 rows a warp, and TILES tiles of columns a warpgroup.
 template <int TILES>
-__device__ void store_scores(const float (&scores)[TILES][4], uint32_t tile, __nv_bfloat16* target) {
+__device__ void write_scores(const float (&scores)[TILES][4], uint32_t tile) {
   const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
@@ -34,6 +34,13 @@ __device__ void store_scores(const float (&scores)[TILES][4], uint32_t tile, __n
       store_word(tile + piece_offset(reader, column + j) + 4 * c, pack(x, y));
     }
   }
+}
+
+// The same into memory, through `tile`.
+template <int TILES>
+__device__ void store_scores(const float (&scores)[TILES][4], uint32_t tile, __nv_bfloat16* target) {
+  write_scores(scores, tile);
+  const int warp = threadIdx.x / 32, start = 16 * (warp % 4), column = warp / 4 * TILES;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < TILES / 2; ++i) {

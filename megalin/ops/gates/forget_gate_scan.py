@@ -21,7 +21,7 @@ from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.gates.forget_gates import forget_gates, forget_gates_reference
 from megalin.ops.scans import forget_gate_cuda, vector_decay
 from megalin.ops.scans.context_parallel import SequenceShard
-from megalin.ops.scans.driver import ScanOutput
+from megalin.ops.scans.driver import ScanOutput, run_scan
 from megalin.ops.scans.self_tests import (
     TOKENS,
     compare_shards,
@@ -104,6 +104,22 @@ def forget_gate_scan_reference(
 
 def _compiled_scan(backend: str, q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, **options: Any) -> ScanOutput:
     """`forget_gate_scan` by the kernels."""
+    import os
+
+    if backend == "cuda" and os.environ.get("HGRN_VARIANT", "B") == "B":
+        documents = options["document_ids"]
+        documents = None if documents is None else documents.to(torch.int32).contiguous()
+        first = options.get("initial_state")
+        first = None if first is None else first.float()
+        inputs = (q, logit, v, bound.contiguous(), documents)
+        output, state = run_scan(
+            forget_gate_cuda.Kernels(options["scale"]),
+            inputs,
+            initial_state=first,
+            shard=options.get("shard"),
+            state_gradient=options["state_gradient"],
+        )
+        return ScanOutput(output, state)
     options |= {"gates": True, "cuda": backend == "cuda"}
     return vector_decay.compiled_scan(q, logit, v, bound.contiguous(), **options)
 
