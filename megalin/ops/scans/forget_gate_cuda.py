@@ -126,7 +126,7 @@ def _segments(
 def _totals(found: list[Tensor], v: Tensor, *, reverse: bool, total: bool) -> tuple[Tensor, Tensor]:
     from megalin._triton.scans import vector_decay as kernels
 
-    return kernels.total(kernels.Segments(*found), v, reverse=reverse, total=total)
+    return kernels.total_update(kernels.Segments(*found), v, reverse=reverse, total=total)
 
 
 def _fake_begin(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, _: Any, total: bool, __: float) -> list[Tensor]:
