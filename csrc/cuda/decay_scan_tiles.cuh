@@ -27,6 +27,11 @@ __device__ inline uint32_t piece_offset(int row, int piece) {
   return piece / 8 * PANEL_BYTES + row * 128 + ((piece ^ row) % 8) * 16;
 }
 
+// The same of later pieces: `first` is the address of a row's first piece, or of a place in it.
+__device__ inline uint32_t later_piece(uint32_t first, int piece) {
+  return (first ^ piece % 8 * 16) + piece / 8 * PANEL_BYTES;
+}
+
 __device__ inline uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);

@@ -30,6 +30,7 @@ struct GateShared {
 template <int TILES>
 __device__ void store_pairs(const float (&pairs)[TILES][4], uint32_t tile, float* own) {
   const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
+  const uint32_t first = tile + piece_offset(start + g, column) + 4 * c;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -39,7 +40,7 @@ __device__ void store_pairs(const float (&pairs)[TILES][4], uint32_t tile, float
       if (writer == reader) own[reader] = x;
       if (writer + 1 == reader) own[reader] = y;
       const uint32_t pair = pack(writer < reader ? x : 0.0f, writer + 1 < reader ? y : 0.0f);
-      store_word(tile + piece_offset(reader, column + j) + 4 * c, pair);
+      store_word(later_piece(first, j) + 1024 * half, pair);
     }
   }
 }
@@ -109,7 +110,7 @@ __device__ void multiply_states(uint32_t state, uint32_t gradient, float* sums) 
 // Gradients of the logits, and the sums over tokens of those of the bounds, from those of k and of log f.
 __device__ inline float2 gate_gradients_of(const Left (&logit)[4], const float (&bound)[2], const float (&dk)[8][4],
                                            const float (&dg)[8][4], int count, uint32_t tile) {
-  float of_bound[2] = {0.0f, 0.0f};
+  float of_bound[2] = {0.0f, 0.0f}, of_keys[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     Left result;
@@ -125,13 +126,17 @@ __device__ inline float2 gate_gradients_of(const Left (&logit)[4], const float (
         const float y = dg[j][e] - gate.n * gate.n * inverse * dk[j][e];
         // u / (N D) first: it is at most 1, where y / (N D) may overflow.
         found[i] = (1.0f - bound[r]) * gate.u * inverse * y;
-        const float summand = bound[r] < LEAST ? -dk[j][e] - y : gate.s * d * inverse * y;
-        if (8 * j + lane() % 4 * 2 + i < count) of_bound[r] += summand;
+        // Tokens after the last have no dk, but a dg.
+        const float factor = bound[r] < LEAST ? -1.0f : gate.s * d * inverse;
+        if (8 * j + lane() % 4 * 2 + i < count) of_bound[r] = fmaf(factor, y, of_bound[r]);
+        of_keys[r] += dk[j][e];
       }
       result[half] = pack(found[0], found[1]);
     }
     store_matrices_transposed(tile + matrices_offset() + step * 2048, result);
   }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) of_bound[r] -= bound[r] < LEAST ? of_keys[r] : 0.0f;
   return {sum_of_quad(of_bound[0]), sum_of_quad(of_bound[1])};
 }
 

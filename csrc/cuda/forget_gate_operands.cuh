@@ -137,11 +137,12 @@ __device__ inline void open_after(int count, Left (&logit)[4]) {
 __device__ inline void store_rows(const float (&x)[8][4], uint32_t tile, __nv_bfloat16* target, int64_t stride,
                                   int count) {
   const int warp = threadIdx.x / 32, group = warp / 4, start = 16 * (warp % 4), g = lane() / 4, c = lane() % 4;
+  const uint32_t first = tile + piece_offset(start + g, 8 * group) + 4 * c;
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    store_word(tile + piece_offset(start + g, 8 * group + j) + 4 * c, pack(x[j][0], x[j][1]));
-    store_word(tile + piece_offset(start + g + 8, 8 * group + j) + 4 * c, pack(x[j][2], x[j][3]));
+    store_word(later_piece(first, j), pack(x[j][0], x[j][1]));
+    store_word(later_piece(first, j) + 1024, pack(x[j][2], x[j][3]));
   }
   __syncwarp();
 #pragma unroll

@@ -29,6 +29,7 @@ struct ReverseShared {
 template <int TILES>
 __device__ void write_transposed_scores(const float (&scores)[TILES][4], uint32_t tile) {
   const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
+  const uint32_t first = tile + piece_offset(start + g, column) + 4 * c;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -36,7 +37,7 @@ __device__ void write_transposed_scores(const float (&scores)[TILES][4], uint32_
       const int writer = start + g + 8 * half, reader = 8 * (column + j) + 2 * c;
       const float x = writer <= reader ? scores[j][2 * half] : 0.0f;
       const float y = writer <= reader + 1 ? scores[j][2 * half + 1] : 0.0f;
-      store_word(tile + piece_offset(writer, column + j) + 4 * c, pack(x, y));
+      store_word(later_piece(first, j) + 1024 * half, pack(x, y));
     }
   }
 }
@@ -55,13 +56,13 @@ __device__ inline void transpose_tile(uint32_t from, uint32_t to, int warps) {
 // <S', D'> of both channels: S' from its tile, D' in registers.
 template <int TILES>
 __device__ float2 multiply_states(uint32_t tile, const float (&gradient)[TILES][4]) {
-  const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4;
+  const uint32_t first = tile + piece_offset(threadIdx.x / 32 % 4 * 16 + lane() / 4, 0) + lane() % 4 * 4;
   float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t pair = load_word(tile + piece_offset(16 * (warp % 4) + g + 8 * r, j) + 4 * c);
+      const uint32_t pair = load_word(later_piece(first, j) + 1024 * r);
       sums[r] = fmaf(low_half(pair), gradient[j][2 * r], sums[r]);
       sums[r] = fmaf(high_half(pair), gradient[j][2 * r + 1], sums[r]);
     }
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_reverse(const __grid_consta
     __syncthreads();
     load(i - 1), commit_copies();
     Left x_q[4], x_k[4];
-    float sums[8][4], before[2], between[2], after[2];
+    float sums[8][4], before[2] = {1.0f, 1.0f}, after[2] = {1.0f, 1.0f}, through[2];
     {
       Left logit[4];
       float key[8][4];
@@ -139,14 +140,13 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_reverse(const __grid_consta
       if (kind != 0) {
         const Ends ends = decay_from_middle(key, cumulate<false>(sums), x.scale, kind, x_q, x_k, sums);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) before[r] = ends.to_end[r], between[r] = 1.0f, after[r] = ends.continued[r];
+        for (int r = 0; r < 2; ++r) before[r] = ends.to_end[r], after[r] = ends.continued[r];
       } else {
         load_tile<CHUNK, THREADS>(base + S::PAIRS, static_cast<const __nv_bfloat16*>(x.scores) + at * CHUNK * CHUNK,
                                   CHUNK, CHUNK, CHUNK);
         commit_copies();
         const Visible visible = visible_tokens(documents, tokens.first, tokens.count);
-        decay_steep(key, sums, visible, x.scale, x_q, x_k, between);
-        before[0] = before[1] = after[0] = after[1] = 1.0f;
+        decay_steep(key, sums, visible, x.scale, x_q, x_k, through);
       }
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_reverse(const __grid_consta
         store_tile<WIDTH, THREADS>(base + S::GRADIENT + half * S::TILE, target + half * 64 * WIDTH, WIDTH, 64, WIDTH);
       }
       transpose_tile(base + S::PAIRS, base + S::SCORES, THREADS / 32);
+      scale_rows(state, through[0], through[1]);
     }
-    scale_rows(state, between[0], between[1]);
     publish_tiles();
     __syncthreads();
 

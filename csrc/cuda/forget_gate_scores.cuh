@@ -24,6 +24,7 @@ __device__ inline int document_kind(const int* documents, int64_t first, int cou
 template <int TILES>
 __device__ void write_scores(const float (&scores)[TILES][4], uint32_t tile) {
   const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
+  const uint32_t first = tile + piece_offset(start + g, column) + 4 * c;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
 #pragma unroll
@@ -31,7 +32,7 @@ __device__ void write_scores(const float (&scores)[TILES][4], uint32_t tile) {
       const int reader = start + g + 8 * half, writer = 8 * (column + j) + 2 * c;
       const float x = writer <= reader ? scores[j][2 * half] : 0.0f;
       const float y = writer < reader ? scores[j][2 * half + 1] : 0.0f;
-      store_word(tile + piece_offset(reader, column + j) + 4 * c, pack(x, y));
+      store_word(later_piece(first, j) + 1024 * half, pack(x, y));
     }
   }
 }

@@ -103,11 +103,11 @@ __device__ void add_state(float (&state)[TILES][4], const float* source, const P
 // Writes a warpgroup's 64 rows of a state into a tile.
 template <int TILES>
 __device__ void write_state(const float (&state)[TILES][4], uint32_t tile) {
-  const int start = threadIdx.x / 32 % 4 * 16 + lane() / 4, c = lane() % 4;
+  const uint32_t first = tile + piece_offset(threadIdx.x / 32 % 4 * 16 + lane() / 4, 0) + lane() % 4 * 4;
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
-    store_word(tile + piece_offset(start, j) + 4 * c, pack(state[j][0], state[j][1]));
-    store_word(tile + piece_offset(start + 8, j) + 4 * c, pack(state[j][2], state[j][3]));
+    store_word(later_piece(first, j), pack(state[j][0], state[j][1]));
+    store_word(later_piece(first, j) + 1024, pack(state[j][2], state[j][3]));
   }
 }
 
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_sweep(const __grid_constant
     __syncthreads();
     load(i + 1);
     Left x_k[4];
-    float after[2];  // factors of the state after the chunk's keys
+    float after[2] = {1.0f, 1.0f};  // factors of the state with the chunk's keys
     {
       Left logit[4], q[4];
 #pragma unroll
@@ -308,12 +308,12 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_sweep(const __grid_constant
       if (tokens.count < CHUNK) open_after(tokens.count, logit);
       float sums[8][4], key[8][4];
       open_gates(logit, bound, key, sums);
-      float before[2], between[2];
+      float before[2] = {1.0f, 1.0f}, through[2];
       if (kind != 0) {
         const float2 total = cumulate<false>(sums);
         const Ends ends = decay_from_middle(key, total, x.scale, kind, q, x_k, sums);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) before[r] = ends.continued[r], between[r] = 1.0f, after[r] = ends.to_end[r];
+        for (int r = 0; r < 2; ++r) before[r] = ends.continued[r], after[r] = ends.to_end[r];
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           store_matrices_transposed(stage + S::LOGIT + matrices_offset() + step * 2048, x_k[step]);
@@ -323,8 +323,7 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_sweep(const __grid_constant
                                   CHUNK, CHUNK, CHUNK);
         commit_copies();
         const Visible visible = visible_tokens(documents, tokens.first, tokens.count);
-        decay_steep(key, sums, visible, x.scale, q, x_k, between);
-        before[0] = before[1] = after[0] = after[1] = 1.0f;
+        decay_steep(key, sums, visible, x.scale, q, x_k, through);
       }
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -332,7 +331,7 @@ __global__ void __launch_bounds__(2 * WIDTH, 1) gate_sweep(const __grid_constant
       }
       scale_rows(state, before[0], before[1]);
       write_state(state, base + S::STATE + group * S::TILE);
-      scale_rows(state, between[0], between[1]);
+      if (kind == 0) scale_rows(state, through[0], through[1]);
     }
     if (kind == 0) wait_for_copies<0>();
     publish_tiles();
