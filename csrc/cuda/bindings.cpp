@@ -23,8 +23,6 @@ int megalin_decay_scan_fold(const megalin::ScanShape* shape, const float* added,
 int megalin_gate_segments(const megalin::GateSegments* x, cudaStream_t stream);
 int megalin_gate_sweep(const megalin::GateSweep* x, cudaStream_t stream);
 int megalin_gate_reverse(const megalin::GateReverse* x, cudaStream_t stream);
-int megalin_gate_scores(const megalin::GateScores* x, cudaStream_t stream);
-int megalin_gate_gradients(const megalin::GateGradients* x, cudaStream_t stream);
 int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows, int width, float eps, int dtype,
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
@@ -76,14 +74,9 @@ megalin::ScanShape shape_from(const ShapeTuple& tuple) {
 }
 
 // The same for the forget-gate scan.
-using GateScoresTuple = std::tuple<OperandTuple, OperandTuple, Address, Address, Address, Address, Address, Address,
-                                   Address, int, int, int, int, float>;
-using GateGradientsTuple = std::tuple<OperandTuple, OperandTuple, OperandTuple, OperandTuple, Address, Address, Address,
-                                      Address, Address, Address, Address, int, int, int, int, int, float>;
-
 using GateSegmentsTuple =
     std::tuple<OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, Address, Address, int, int, int, int,
-               int, int, int, float, bool, bool>;
+               int, int, float, bool, bool>;
 using GateSweepTuple = std::tuple<OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, Address, Address,
                                   Address, Address, Address, Address, Address, int, int, int, int, int, int, float>;
 using GateReverseTuple =
@@ -92,10 +85,10 @@ using GateReverseTuple =
                int, float>;
 
 megalin::GateSegments gate_segments_from(const GateSegmentsTuple& tuple) {
-  const auto& [q, logit, v, bound, documents, kinds, updates, decays, batch, length, heads, key, value, segments,
+  const auto& [q, logit, v, bound, documents, kinds, updates, decays, batch, length, heads, width, segments,
                segment_chunks, scale, reverse, last] = tuple;
   return {operand_from(q), operand_from(logit), operand_from(v), at<float>(bound), at<int>(documents),
-          at<int>(kinds), at<float>(updates), at<float>(decays), batch, length, heads, key, value, segments,
+          at<int>(kinds), at<float>(updates), at<float>(decays), batch, length, heads, width, segments,
           segment_chunks, scale, reverse, last};
 }
 
@@ -115,21 +108,6 @@ megalin::GateReverse gate_reverse_from(const GateReverseTuple& tuple) {
           at<int>(documents), at<void>(scores), at<int>(kinds), at<void>(states), at<float>(updates),
           at<float>(decays), at<float>(d_leaving), at<void>(dq), at<void>(dlogit), at<void>(dv), at<float>(dbound),
           at<void>(d_states), at<float>(d_entering), batch, length, heads, width, segments, segment_chunks, scale};
-}
-
-megalin::GateScores gate_scores_from(const GateScoresTuple& tuple) {
-  const auto& [q, logit, bound, documents, q_start, k_end, scores, through, kinds, batch, length, heads, key, scale] =
-      tuple;
-  return {operand_from(q), operand_from(logit), at<float>(bound), at<int>(documents), at<void>(q_start),
-          at<void>(k_end), at<void>(scores), at<float>(through), at<int>(kinds), batch, length, heads, key, scale};
-}
-
-megalin::GateGradients gate_gradients_from(const GateGradientsTuple& tuple) {
-  const auto& [q, logit, v, output, bound, states, state_gradients, kinds, dq, dlogit, dbound, batch, length, heads,
-               key, value, scale] = tuple;
-  return {operand_from(q), operand_from(logit), operand_from(v), operand_from(output), at<float>(bound),
-          at<void>(states), at<void>(state_gradients), at<int>(kinds), at<void>(dq), at<void>(dlogit),
-          at<float>(dbound), batch, length, heads, key, value, scale};
 }
 
 }  // namespace
@@ -179,14 +157,6 @@ PYBIND11_MODULE(_C, module) {
     const auto wanted = shape_from(shape);
     check("decay_scan_fold", megalin_decay_scan_fold(&wanted, at<float>(added), at<float>(boundary), at<float>(states),
                                                      parts, whole, stream_at(stream)));
-  });
-  module.def("gate_scores", [](const GateScoresTuple& tuple, Address stream) {
-    const auto arguments = gate_scores_from(tuple);
-    check("gate_scores", megalin_gate_scores(&arguments, stream_at(stream)));
-  });
-  module.def("gate_gradients", [](const GateGradientsTuple& tuple, Address stream) {
-    const auto arguments = gate_gradients_from(tuple);
-    check("gate_gradients", megalin_gate_gradients(&arguments, stream_at(stream)));
   });
   module.def("gate_segments", [](const GateSegmentsTuple& tuple, Address stream) {
     const auto arguments = gate_segments_from(tuple);

@@ -7,19 +7,6 @@
 
 namespace megalin {
 
-// Results of chunks with mild decays, as of `Chunks` in csrc/triton/scans/vector_decay.py; N chunks of 64 tokens.
-struct GateScores {
-  Operand q, logit;
-  const float* bound;            // [H, K]
-  const int* documents;          // [B, T]; null for one document a sequence
-  void *q_start, *k_end;         // bf16 [B, H, 64 N, K]
-  void* scores;                  // bf16 [B, H, 64 N, 64]
-  float* through;                // [B, H, N, K]
-  int* kinds;                    // [B, H, N]: 0 steep, 1 mild and the first of a document, 2 mild
-  int batch, length, heads, key;
-  float scale;
-};
-
 // Updates of the state by segments of chunks; in reverse, of its gradient from q and the output's gradient (in v).
 struct GateSegments {
   Operand q, logit, v;
@@ -28,7 +15,7 @@ struct GateSegments {
   int* kinds;       // [B, H, N], not in reverse; at least 2 before
   float* updates;   // [B, H, segments, K, V]
   float* decays;    // [B, H, segments, K]
-  int batch, length, heads, key, value, segments, segment_chunks;
+  int batch, length, heads, width, segments, segment_chunks;
   float scale;
   bool reverse, last;
 };
@@ -64,19 +51,6 @@ struct GateReverse {
   void* d_states;         // bf16 [B, H, N, K, V]: gradients of the states that leave steep chunks
   float* d_entering;      // [B, H, K, V]
   int batch, length, heads, width, segments, segment_chunks;
-  float scale;
-};
-
-// Gradients of chunks with mild decays. States are those entering chunks, and their gradients
-// those of the states leaving them.
-struct GateGradients {
-  Operand q, logit, v, output;  // `output`: the gradient of the output
-  const float* bound;           // [H, K]
-  const void *states, *state_gradients;  // bf16 [B, H, N, K, V]
-  const int* kinds;             // [B, H, N]
-  void *dq, *dlogit;            // bf16 [B, T, H, K]
-  float* dbound;                // [B, H, N, K]: one summand a chunk
-  int batch, length, heads, key, value;
   float scale;
 };
 

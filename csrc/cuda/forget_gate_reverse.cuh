@@ -12,7 +12,6 @@
 // but dV.
 #pragma once
 
-#include "forget_gate_gradients.cuh"
 #include "forget_gate_sweep.cuh"
 
 namespace megalin {
@@ -42,6 +41,26 @@ __device__ void write_transposed_scores(const float (&scores)[TILES][4], uint32_
   }
 }
 
+// Stores the pairs [64, 64] of a token and an earlier one, zeros elsewhere, and those of a token with itself: 16 rows a
+// warp, and TILES tiles of columns a warpgroup.
+template <int TILES>
+__device__ void store_pairs(const float (&pairs)[TILES][4], uint32_t tile, float* own) {
+  const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
+  const uint32_t first = tile + piece_offset(start + g, column) + 4 * c;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int reader = start + g + 8 * half, writer = 8 * (column + j) + 2 * c;
+      const float x = pairs[j][2 * half], y = pairs[j][2 * half + 1];
+      if (writer == reader) own[reader] = x;
+      if (writer + 1 == reader) own[reader] = y;
+      const uint32_t pair = pack(writer < reader ? x : 0.0f, writer + 1 < reader ? y : 0.0f);
+      store_word(later_piece(first, j) + 1024 * half, pair);
+    }
+  }
+}
+
 // Transposes a tile [64, 64] into another one.
 __device__ inline void transpose_tile(uint32_t from, uint32_t to, int warps) {
   for (int block = threadIdx.x / 32; block < 16; block += warps) {
@@ -51,6 +70,81 @@ __device__ inline void transpose_tile(uint32_t from, uint32_t to, int warps) {
     // Matrices of x: rows 0 and 8 of the first eight columns, then of the last.
     store_matrices_transposed(to + piece_offset(16 * column + lane() / 16 * 8 + lane() % 8, 2 * row + lane() / 8 % 2), x);
   }
+}
+
+__device__ inline void clear(float (&x)[8][4]) {
+#pragma unroll
+  for (auto& tile : x) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+}
+
+// Writes dq into this warp's channels of a tile of tokens, and x_q dx_q into dg.
+__device__ inline void finish_queries(const float (&dx)[8][4], const Left (&x_q)[4], const Left (&x_k)[4],
+                                      const float (&sums)[8][4], const float* own, float scale, uint32_t tile,
+                                      float (&dg)[8][4]) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    Left result;
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      const int j = 2 * step + half / 2, r = half % 2;
+      float dq[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int e = 2 * r + i;
+        dg[j][e] = element(x_q, j, e) * dx[j][e];
+        dq[i] = (dx[j][e] + own[8 * j + lane() % 4 * 2 + i] * element(x_k, j, e)) * (power_of_two(sums[j][e]) * scale);
+      }
+      result[half] = pack(dq[0], dq[1]);
+    }
+    store_matrices_transposed(tile + matrices_offset() + step * 2048, result);
+  }
+}
+
+// Subtracts x_k dx_k from dg, and turns dx_k into dk.
+__device__ inline void finish_keys(const Left (&x_q)[4], const Left (&x_k)[4], const float (&sums)[8][4],
+                                   const float* own, float (&dx)[8][4], float (&dg)[8][4]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      dg[j][e] -= element(x_k, j, e) * dx[j][e];
+      dx[j][e] += own[8 * j + lane() % 4 * 2 + e % 2] * element(x_q, j, e);
+      dx[j][e] *= power_of_two(-sums[j][e]);
+    }
+  }
+}
+
+// Gradients of the logits, and the sums over tokens of those of the bounds, from those of k and of log f.
+__device__ inline float2 gate_gradients_of(const Left (&logit)[4], const float (&bound)[2], const float (&dk)[8][4],
+                                           const float (&dg)[8][4], int count, uint32_t tile) {
+  float of_bound[2] = {0.0f, 0.0f}, of_keys[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    Left result;
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      const int j = 2 * step + half / 2, r = half % 2;
+      float found[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int e = 2 * r + i;
+        const Gate gate(element(logit, j, e), bound[r]);
+        const float d = 1.0f + gate.u, inverse = reciprocal(fmaxf(gate.n * d, LEAST));
+        const float y = dg[j][e] - gate.n * gate.n * inverse * dk[j][e];
+        // u / (N D) first: it is at most 1, where y / (N D) may overflow.
+        found[i] = (1.0f - bound[r]) * gate.u * inverse * y;
+        // Tokens after the last have no dk, but a dg.
+        const float factor = bound[r] < LEAST ? -1.0f : gate.s * d * inverse;
+        if (8 * j + lane() % 4 * 2 + i < count) of_bound[r] = fmaf(factor, y, of_bound[r]);
+        of_keys[r] += dk[j][e];
+      }
+      result[half] = pack(found[0], found[1]);
+    }
+    store_matrices_transposed(tile + matrices_offset() + step * 2048, result);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) of_bound[r] -= bound[r] < LEAST ? of_keys[r] : 0.0f;
+  return {sum_of_quad(of_bound[0]), sum_of_quad(of_bound[1])};
 }
 
 // <S', D'> of both channels: S' from its tile, D' in registers.
@@ -71,7 +165,7 @@ __device__ float2 multiply_states(uint32_t tile, const float (&gradient)[TILES][
 }
 
 template <int WIDTH>
-__global__ void __launch_bounds__(2 * WIDTH, 1) gate_reverse(const __grid_constant__ GateReverse x) {
+__device__ void reverse_segment(const GateReverse& x) {
   using S = ReverseShared<WIDTH>;
   constexpr int THREADS = 2 * WIDTH, TILES = 512 / WIDTH;
   extern __shared__ __align__(1024) uint8_t memory[];

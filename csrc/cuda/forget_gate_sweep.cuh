@@ -7,9 +7,18 @@
 // With steep ones the scores A_n come from memory (csrc/triton/scans/vector_decay_chunk.py), and S' = S.
 #pragma once
 
-#include "forget_gate_scores.cuh"
+#include "forget_gate_operands.cuh"
 
 namespace megalin {
+
+constexpr float MILD_LIMIT = 140.0f * LOG2_E;  // as csrc/triton/scans/vector_decay_mild.py
+
+// 2 where the chunk continues the document of the state entering it, 1 where it starts one, 0 with a start inside.
+__device__ inline int document_kind(const int* documents, int64_t first, int count) {
+  if (!documents) return 2;
+  const int leaving = documents[first + count - 1], entering = documents[first > 0 ? first - 1 : 0];
+  return documents[first] != leaving ? 0 : entering == leaving ? 2 : 1;
+}
 
 // The chunk's tokens of the document of the state that enters it, and of the one that leaves it, as bits.
 struct Visible {
@@ -145,12 +154,12 @@ struct SegmentShared {
 // q and the output's gradient (in v). The segment that no other one needs is skipped unless `last`. The forward also
 // writes the kind of all chunks: the least over the channels.
 template <int VALUE, bool REVERSE>
-__global__ void __launch_bounds__(128, 3) gate_segments(const __grid_constant__ GateSegments x) {
+__device__ void sum_segment(const GateSegments& x) {
   using S = SegmentShared<VALUE, REVERSE>;
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4;
-  const int groups = x.key / 64, chunks = (x.length + CHUNK - 1) / CHUNK;
+  const int groups = x.width / 64, chunks = (x.length + CHUNK - 1) / CHUNK;
   const int column = blockIdx.x % groups * 64, segment = blockIdx.x / groups % x.segments;
   const int row = blockIdx.x / groups / x.segments, batch = row / x.heads, head = row % x.heads;
   const bool needed = x.last || segment != (REVERSE ? 0 : x.segments - 1);
@@ -174,7 +183,7 @@ __global__ void __launch_bounds__(128, 3) gate_segments(const __grid_constant__ 
     commit_copies();
   };
   const int channel = column + 16 * warp + g;
-  const float* const bounds = x.bound + head * x.key + channel;
+  const float* const bounds = x.bound + head * x.width + channel;
   const float bound[] = {bounds[0], bounds[8]};
 
   float update[VALUE / 8][4] = {}, decay[2] = {1.0f, 1.0f};
@@ -229,7 +238,7 @@ __global__ void __launch_bounds__(128, 3) gate_segments(const __grid_constant__ 
     wait_for_products<0>(update);
   }
   if (!needed) return;
-  const int64_t at = (int64_t(row) * x.segments + segment) * x.key + channel;
+  const int64_t at = (int64_t(row) * x.segments + segment) * x.width + channel;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (c == 0) x.decays[at + 8 * r] = decay[r];
@@ -237,6 +246,23 @@ __global__ void __launch_bounds__(128, 3) gate_segments(const __grid_constant__ 
     for (int j = 0; j < VALUE / 8; ++j) {
       *reinterpret_cast<float2*>(x.updates + (at + 8 * r) * VALUE + 8 * j + 2 * c) =
           make_float2(update[j][2 * r], update[j][2 * r + 1]);
+    }
+  }
+}
+
+// Writes the scores' lower triangle [64, 64] into a tile: 16 rows a warp, and TILES tiles of columns a warpgroup.
+template <int TILES>
+__device__ void write_scores(const float (&scores)[TILES][4], uint32_t tile) {
+  const int warp = threadIdx.x / 32, g = lane() / 4, c = lane() % 4, start = 16 * (warp % 4), column = warp / 4 * TILES;
+  const uint32_t first = tile + piece_offset(start + g, column) + 4 * c;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int reader = start + g + 8 * half, writer = 8 * (column + j) + 2 * c;
+      const float x = writer <= reader ? scores[j][2 * half] : 0.0f;
+      const float y = writer < reader ? scores[j][2 * half + 1] : 0.0f;
+      store_word(later_piece(first, j) + 1024 * half, pack(x, y));
     }
   }
 }
@@ -252,7 +278,7 @@ struct SweepShared {
 // The forward of a segment: outputs, the states S' entering chunks if wanted, and the final state. A warpgroup has the
 // state's rows of 64 keys, and the output's columns of 64 values.
 template <int WIDTH>
-__global__ void __launch_bounds__(2 * WIDTH, 1) gate_sweep(const __grid_constant__ GateSweep x) {
+__device__ void sweep_segment(const GateSweep& x) {
   using S = SweepShared<WIDTH>;
   constexpr int THREADS = 2 * WIDTH, TILES = 512 / WIDTH;
   extern __shared__ __align__(1024) uint8_t memory[];

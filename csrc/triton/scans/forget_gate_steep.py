@@ -26,17 +26,17 @@ PROGRAMS = 528
 
 
 def scores(
-    q: Tensor, logit: Tensor, bound: Tensor, documents: Tensor | None, kind: Tensor, scale: float, dtype: torch.dtype
+    q: Tensor, logit: Tensor, bound: Tensor, documents: Tensor | None, kind: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, H, N C, C] and decays through chunks [B, H, N, K] fp32 of steep chunks; others are uninitialised."""
     (batch, length, heads, width), number = q.shape, kind.shape[2]
-    pairs = q.new_empty(batch, heads, number * CHUNK, CHUNK, dtype=dtype)
+    pairs = q.new_empty(batch, heads, number * CHUNK, CHUNK)
     through = q.new_empty(batch, heads, number, width, dtype=torch.float32)
     total = batch * heads * number
     steep_scores_kernel[(min(total, PROGRAMS),)](
-        q, logit, bound, documents, _level_masks(q.device, dtype), kind, pairs, through,
+        q, logit, bound, documents, _level_masks(q.device, q.dtype), kind, pairs, through,
         *_strides(q, logit, bound, True), length, number, heads, total, scale,
-        DOCUMENTS=documents is not None, **_scores_constants(width, dtype),
+        DOCUMENTS=documents is not None, **_scores_constants(width, q.dtype),
     )  # fmt: skip
     return pairs, through
 

@@ -11,7 +11,7 @@ tensor of 2 bytes an element in place of 6, of logits and of their gradients.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,20 +51,6 @@ class Chunks(NamedTuple):
     kernels."""
 
 
-class GateKernels(Protocol):
-    """Kernels of another language for chunks with mild decays of tied forget gates (ops/scans/forget_gate_cuda.py)."""
-
-    def scores(
-        self, q: Tensor, logit: Tensor, bound: Tensor, documents: Tensor | None, results: tuple[Tensor, ...],
-        scale: float,
-    ) -> None: ...  # fmt: skip
-
-    def gradients(
-        self, d_output: Tensor, q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, states: Tensor, d_states: Tensor,
-        kind: Tensor, results: tuple[Tensor, ...], scale: float,
-    ) -> None: ...  # fmt: skip
-
-
 class Segments(NamedTuple):
     """State update of each segment of chunks [B, H, segments, K, V], and the decay through it [B, H, segments, K],
     fp32; in the direction of a sweep."""
@@ -75,15 +61,14 @@ class Segments(NamedTuple):
 
 def begin(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, *, total: bool,
-    gates: bool, mild: GateKernels | None = None,
+    gates: bool,
 ) -> tuple[Tensor, Tensor, Chunks, Segments]:  # fmt: skip
     """First phase: the final state from zero [B, H, K, V] and the total decay [B, H, K], fp32, empty unless `total`,
     and the inputs of `finish`.
 
-    q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; documents [B, T] contiguous. `mild`: in
-    place of the kernels of vector_decay_mild.py.
+    q, k, log_decay [B, T, H, K] and v [B, T, H, V], last dimension contiguous; documents [B, T] contiguous.
     """
-    chunks = _chunks(q, k, v, log_decay, scale, documents, gates, mild)
+    chunks = _chunks(q, k, v, log_decay, scale, documents, gates)
     segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=total)
     return *total_update(segments, v, reverse=False, total=total), chunks, segments
 
@@ -118,7 +103,6 @@ def begin_backward(doutput: Tensor, chunks: Chunks, *, total: bool) -> tuple[Ten
 def finish_backward(
     doutput: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float,
     documents: Tensor | None, chunks: Chunks, states: Tensor, segments: Segments, *, gates: bool,
-    mild: GateKernels | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Second phase of the backward: gradients of q, k, v, log_decay and `entering`, contiguous."""
     batch, length, heads, width = q.shape
@@ -137,8 +121,8 @@ def finish_backward(
     dself = chunks.through.new_empty(chunks.scores.shape[:-1])
     constants = _products_constants(width, v.shape[3], v.dtype)
     products_kernel[(batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))](
-        v, doutput, states, dstates, chunks.kind, dq_start, dk_end, dscores, dself, dthrough,
-        *v.stride()[:3], *doutput.stride()[:3], length, number, heads, STEEP=mild is not None, **constants,
+        v, doutput, states, dstates, dq_start, dk_end, dscores, dself, dthrough,
+        *v.stride()[:3], *doutput.stride()[:3], length, number, heads, **constants,
     )  # fmt: skip
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
     # Of bounds, one summand per chunk.
@@ -146,9 +130,7 @@ def finish_backward(
     strides = _strides(q, k, log_decay, gates)
     masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
     from_products = (dq_start, dk_end, dscores, dself, dthrough)
-    if mild is not None:
-        mild.gradients(doutput, q, k, v, log_decay, states, dstates, chunks.kind, (dq, dk, dg), scale)
-    elif some:
+    if some:
         constants = _mild_gradients_constants(width)
         grid = (batch * heads * number, triton.cdiv(width, constants["BLOCK_K"]))
         kernel = mild_gate_gradients_kernel if gates else mild_gradients_kernel
@@ -185,17 +167,14 @@ def _strides(q: Tensor, k: Tensor, log_decay: Tensor, gates: bool) -> tuple[int,
 
 
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, gates: bool,
-    mild: GateKernels | None,
-) -> Chunks:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, documents: Tensor | None, gates: bool
+) -> Chunks:
     batch, length, heads, width = q.shape
     number = triton.cdiv(length, CHUNK)
     chunks = empty_chunks(q, v)
     strides = _strides(q, k, log_decay, gates)
     masks, some = _level_masks(v.device, v.dtype), v.dtype != torch.float32
-    if mild is not None:
-        mild.scores(q, k, log_decay, documents, tuple(chunks), scale)
-    elif some:
+    if some:
         mild_scores_kernel[(batch * heads * number,)](
             q, k, log_decay, documents, masks, *chunks, *strides, length, number, heads, scale,
             DOCUMENTS=documents is not None, TENSOR_MEMORY=has_tensor_memory(), GATES=gates,

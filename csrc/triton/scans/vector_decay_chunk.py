@@ -217,16 +217,14 @@ def products_of_chunk(
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])
 def products_kernel(
-    v_ptr, do_ptr, states_ptr, dstates_ptr, kind_ptr,  # states entering, their gradients leaving: [B, H, N, K, V]
+    v_ptr, do_ptr, states_ptr, dstates_ptr,  # states entering, and gradients of states leaving: [B, H, N, K, V]
     dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of the results of scores_kernel
     v_b, v_t, v_h, do_b, do_t, do_h,
     length, num_chunks, heads,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Sums over the values: gradients of one chunk's decayed q and k, of its scores (the diagonal separately), and of
-    the decay through it. STEEP: only for chunks of kind 0."""
-    if STEEP and tl.load(kind_ptr + tl.program_id(0)) != 0:
-        return
+    the decay through it."""
     products_of_chunk(
         tl.program_id(0), v_ptr, do_ptr, states_ptr, dstates_ptr,
         dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,

@@ -18,10 +18,11 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.gates import forget_gate_cuda
 from megalin.ops.gates.forget_gates import forget_gates, forget_gates_reference
-from megalin.ops.scans import forget_gate_cuda, vector_decay
+from megalin.ops.scans import vector_decay
 from megalin.ops.scans.context_parallel import SequenceShard
-from megalin.ops.scans.driver import ScanOutput, run_scan
+from megalin.ops.scans.driver import ScanOutput
 from megalin.ops.scans.self_tests import (
     TOKENS,
     compare_shards,
@@ -74,7 +75,7 @@ def forget_gate_scan(
     case = (*case, ("state_gradient", state_gradient))
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op = "forget_gate_scan" if shard is None else "split_forget_gate_scan"
-    limits: dict[Compiled, str] = {"cuda": forget_gate_cuda.limit(op, backend, q, v)}
+    limits: dict[Compiled, str] = {"cuda": forget_gate_cuda.limit(q, logit, v)}
     choice = backends.choose(op, backend, v.device.type, _unsupported(q, logit, v, bound), limits, case)
     options: dict[str, Any] = {"scale": scale, "initial_state": initial_state, "document_ids": document_ids}
     options |= {"shard": shard, "state_gradient": state_gradient}
@@ -104,24 +105,9 @@ def forget_gate_scan_reference(
 
 def _compiled_scan(backend: str, q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, **options: Any) -> ScanOutput:
     """`forget_gate_scan` by the kernels."""
-    import os
-
-    if backend == "cuda" and os.environ.get("HGRN_VARIANT", "B") == "B":
-        documents = options["document_ids"]
-        documents = None if documents is None else documents.to(torch.int32).contiguous()
-        first = options.get("initial_state")
-        first = None if first is None else first.float()
-        inputs = (q, logit, v, bound.contiguous(), documents)
-        output, state = run_scan(
-            forget_gate_cuda.Kernels(options["scale"]),
-            inputs,
-            initial_state=first,
-            shard=options.get("shard"),
-            state_gradient=options["state_gradient"],
-        )
-        return ScanOutput(output, state)
-    options |= {"gates": True, "cuda": backend == "cuda"}
-    return vector_decay.compiled_scan(q, logit, v, bound.contiguous(), **options)
+    if backend == "cuda":
+        return forget_gate_cuda.scan(q, logit, v, bound, **options)
+    return vector_decay.compiled_scan(q, logit, v, bound.contiguous(), gates=True, **options)
 
 
 def _unsupported(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor) -> str:

@@ -34,27 +34,28 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     if v.dtype != torch.bfloat16:
         return f"q, k, v of {v.dtype}"
     widest = max(k.shape[-1], v.shape[-1])
-    if widest > WIDE and v.is_cuda and not _is_hopper():
+    if widest > WIDE and v.is_cuda and not is_hopper():
         return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, except on compute capability 9.0"
     return ""
 
 
 def unmeasured(op: str, backend: Backend, v: Tensor) -> str:
     """Reason why "auto" leaves a GPU to the Triton kernels: only the form for Hopper was measured to be faster."""
-    if not v.is_cuda or _is_hopper() or not is_auto(op, backend):
+    if not v.is_cuda or is_hopper() or not is_auto(op, backend):
         return ""
-    return f"compute capability {_capability()} unless it is asked for: it was measured on 9.0 alone"
+    return f"compute capability {capability()} unless it is asked for: it was measured on 9.0 alone"
 
 
 @assume_constant_result
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability() == HOPPER
+def is_hopper() -> bool:
+    """Whether the current GPU has compute capability 9.0."""
+    return torch.cuda.get_devicecapability() == HOPPER
 
 
 @assume_constant_result
-def _capability() -> str:
+def capability() -> str:
     """Such as 8.0; a tuple as a constant of torch.compile cannot be compared with torch 2.11."""
-    return "{}.{}".format(*torch.cuda.get_device_capability())
+    return "{}.{}".format(*torch.cuda.get_devicecapability())
 
 
 class Cut(NamedTuple):

@@ -25,7 +25,6 @@ from megalin.ops.dispatch.custom_op import contiguous, custom_op
 from megalin.ops.dispatch.dtypes import compute_dtype
 from megalin.ops.dispatch.operands import check_scan
 from megalin.ops.dispatch.self_test import compare, sample
-from megalin.ops.scans import forget_gate_cuda
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.driver import Begun, Finished, Inputs, ScanOutput, fold, run_scan
@@ -112,16 +111,14 @@ def compiled_scan(
     shard: SequenceShard | None = None,
     state_gradient: bool = True,
     gates: bool = False,
-    cuda: bool = False,
 ) -> ScanOutput:
-    """`vector_decay_scan` by the kernels; with `gates`, `forget_gate_scan` of logits k and bounds log_decay [H, K], and
-    with `cuda` those of forget_gate_cuda.py for chunks with mild decays."""
+    """`vector_decay_scan` by the kernels; with `gates`, `forget_gate_scan` of logits k and bounds log_decay [H, K]."""
     wide = v.float() if v.dtype == torch.float16 else v  # fp16 has no range for states and for sums of decays
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
     inputs = (_rows(q), _rows(k), _rows(wide), _rows(log_decay.float()), documents)
     first = None if initial_state is None else initial_state.float()
     output, state = run_scan(
-        _Kernels(scale, gates, cuda), inputs, initial_state=first, shard=shard, state_gradient=state_gradient
+        _Kernels(scale, gates), inputs, initial_state=first, shard=shard, state_gradient=state_gradient
     )
     return ScanOutput(output.to(v.dtype), state)
 
@@ -241,22 +238,12 @@ def _fake_begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, _: Any, tota
 
 @custom_op("vector_decay_scan_begin", _fake_begin)
 def _begin(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    documents: Tensor | None,
-    total: bool,
-    scale: float,
-    gates: bool,
-    cuda: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, documents: Tensor | None, total: bool, scale: float, gates: bool
 ) -> list[Tensor]:
     """The state update and decay of all tokens, empty unless `total`, and Chunks and Segments for `_finish`."""
     from megalin._triton.scans import vector_decay as kernels
 
-    mild = forget_gate_cuda if cuda else None
-    inputs = (q, k, v, log_decay, scale, documents)
-    state, decay, chunks, segments = kernels.begin(*inputs, total=total, gates=gates, mild=mild)
+    state, decay, chunks, segments = kernels.begin(q, k, v, log_decay, scale, documents, total=total, gates=gates)
     return [state, decay, *chunks, *segments]
 
 
@@ -312,14 +299,12 @@ def _finish_backward(
     segments: list[Tensor],
     scale: float,
     gates: bool,
-    cuda: bool,
 ) -> list[Tensor]:
     from megalin._triton.scans import vector_decay as kernels
 
     chunks, states = kernels.Chunks(*saved[:5]), saved[5]
     inputs = (_rows(d_output), contiguous(d_leaving), q, k, v, log_decay, scale, documents)
-    mild = forget_gate_cuda if cuda else None
-    return list(kernels.finish_backward(*inputs, chunks, states, kernels.Segments(*segments), gates=gates, mild=mild))
+    return list(kernels.finish_backward(*inputs, chunks, states, kernels.Segments(*segments), gates=gates))
 
 
 class _Kernels(NamedTuple):
@@ -328,10 +313,9 @@ class _Kernels(NamedTuple):
 
     scale: float
     gates: bool
-    cuda: bool
 
     def begin(self, inputs: Inputs, *, exchange: bool) -> Begun:
-        state, decay, *begun = _begin(*inputs, exchange, *self)
+        state, decay, *begun = _begin(*inputs, exchange, self.scale, self.gates)
         return Begun((state, DiagonalDecay(decay.log())) if exchange else None, begun)
 
     def finish(self, inputs: Inputs, entering: Tensor | None, begun: Begun, *, keep: bool) -> Finished:
@@ -346,7 +330,8 @@ class _Kernels(NamedTuple):
     def finish_backward(
         self, d_output: Tensor, d_leaving: Tensor | None, inputs: Inputs, saved: Inputs, begun: Begun
     ) -> tuple[list[Tensor | None], Tensor]:
-        *found, d_entering = _finish_backward(d_output, d_leaving, *inputs, saved[:6], begun.handed, *self)
+        options = (self.scale, self.gates)
+        *found, d_entering = _finish_backward(d_output, d_leaving, *inputs, saved[:6], begun.handed, *options)
         return [*found, None], d_entering
 
 
