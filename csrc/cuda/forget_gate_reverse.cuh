@@ -222,15 +222,9 @@ __device__ void reverse_segment(const GateReverse& x) {
     Left x_q[4], x_k[4];
     float sums[8][4], before[2] = {1.0f, 1.0f}, after[2] = {1.0f, 1.0f}, through[2];
     {
-      Left logit[4];
+      load_channels(stage + S::Q, x_q);
       float key[8][4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        load_matrices_transposed(logit[step], stage + S::LOGIT + matrices_offset() + step * 2048);
-        load_matrices_transposed(x_q[step], stage + S::Q + matrices_offset() + step * 2048);
-      }
-      if (tokens.count < CHUNK) open_after(tokens.count, logit);
-      open_gates(logit, bound, key, sums);
+      load_gates(stage + S::LOGIT, tokens.count, bound, key, sums);
       if (kind != 0) {
         const Ends ends = decay_from_middle(key, cumulate<false>(sums), x.scale, kind, x_q, x_k, sums);
 #pragma unroll
@@ -240,13 +234,10 @@ __device__ void reverse_segment(const GateReverse& x) {
                                   CHUNK, CHUNK, CHUNK);
         commit_copies();
         const Visible visible = visible_tokens(documents, tokens.first, tokens.count);
-        decay_steep(key, sums, visible, x.scale, x_q, x_k, through);
+        decay_to_ends(stage + S::LOGIT, tokens.count, bound, visible, x.scale, key, sums, x_q, x_k, through);
       }
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        store_matrices_transposed(stage + S::Q + matrices_offset() + step * 2048, x_q[step]);
-        store_matrices_transposed(base + S::KEY + matrices_offset() + step * 2048, x_k[step]);
-      }
+      store_fragments(stage + S::Q, x_q);
+      store_fragments(base + S::KEY, x_k);
     }
     scale_rows(state, before[0], before[1]);
     write_state(state, base + S::GRADIENT + group * S::TILE);
@@ -317,6 +308,7 @@ __device__ void reverse_segment(const GateReverse& x) {
       for (int step = 0; step < 4; ++step) multiply<Rows::K>(dk, x_q[step], base + S::PAIRS, step);
       end_products();
       wait_for_products<0>(dk);
+      finish_keys(x_q, x_k, sums, own, dk, dg);
     }
     wait_for_products<0>(state);
     scale_rows(state, after[0], after[1]);
@@ -330,7 +322,6 @@ __device__ void reverse_segment(const GateReverse& x) {
     multiply_rows<4>(dv, base + S::SCORES, stage + S::OUTPUT + group * PANEL_BYTES, 0);
     end_products();
     if (kind != 0) {
-      finish_keys(x_q, x_k, sums, own, dk, dg);
       cumulate<true>(dg);
       constant.x = sum_of_quad(constant.x), constant.y = sum_of_quad(constant.y);
 #pragma unroll
@@ -338,10 +329,7 @@ __device__ void reverse_segment(const GateReverse& x) {
         dg[j][0] += constant.x, dg[j][1] += constant.x, dg[j][2] += constant.y, dg[j][3] += constant.y;
       }
       Left logit[4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        load_matrices_transposed(logit[step], stage + S::LOGIT + matrices_offset() + step * 2048);
-      }
+      load_channels(stage + S::LOGIT, logit);
       const float2 of_bound = gate_gradients_of(logit, bound, dk, dg, tokens.count, stage + S::LOGIT);
       store_channels(stage + S::LOGIT, static_cast<__nv_bfloat16*>(x.dlogit) + start, stride, tokens.count);
       if (c == 0) {

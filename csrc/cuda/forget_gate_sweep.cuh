@@ -61,26 +61,43 @@ __device__ inline void decay_rows(const float (&x)[8][4], const float (&sums)[8]
   }
 }
 
-// Decays scale q from the chunk's start and keys to its end, and the decay through it; `key` and `sums` are lost.
-__device__ inline void decay_steep(float (&key)[8][4], float (&sums)[8][4], const Visible& visible, float scale,
-                                   Left (&q)[4], Left (&k)[4], float (&through)[2]) {
-  float to_end[8][4];
+// A tile's fragments of this warp's 16 channels.
+__device__ inline void load_channels(uint32_t tile, Left (&x)[4]) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int step = 0; step < 4; ++step) load_matrices_transposed(x[step], tile + matrices_offset() + step * 2048);
+}
+
+__device__ inline void store_fragments(uint32_t tile, const Left (&x)[4]) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) to_end[j][e] = sums[j][e];
-  }
-  cumulate<true, true>(to_end);
-  decay_rows(key, to_end, visible.leaving, k);
-  const float2 total = cumulate<false>(sums);
+  for (int step = 0; step < 4; ++step) store_matrices_transposed(tile + matrices_offset() + step * 2048, x[step]);
+}
+
+// Keys and log2 of gates of the logits in a tile with `count` tokens.
+__device__ inline void load_gates(uint32_t tile, int count, const float (&bound)[2], float (&key)[8][4],
+                                  float (&log_gate)[8][4]) {
+  Left logit[4];
+  load_channels(tile, logit);
+  if (count < CHUNK) open_after(count, logit);
+  open_gates(logit, bound, key, log_gate);
+}
+
+// For steep decays: scale q from the chunk's start and keys to its end, and the decay through it, from keys and gates,
+// which are lost; the logits are read again, which takes fewer registers.
+__device__ inline void decay_to_ends(uint32_t logits, int count, const float (&bound)[2], const Visible& visible,
+                                     float scale, float (&key)[8][4], float (&sums)[8][4], Left (&q)[4], Left (&k)[4],
+                                     float (&through)[2]) {
+  const float2 total = cumulate<true, true>(sums);
+  through[0] = visible.through ? power_of_two(total.x) : 0.0f;
+  through[1] = visible.through ? power_of_two(total.y) : 0.0f;
+  decay_rows(key, sums, visible.leaving, k);
+  load_gates(logits, count, bound, key, sums);
+  cumulate<false>(sums);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) key[j][e] = element(q, j, e) * scale;
   }
   decay_rows(key, sums, visible.entering, q);
-  through[0] = visible.through ? power_of_two(total.x) : 0.0f;
-  through[1] = visible.through ? power_of_two(total.y) : 0.0f;
 }
 
 // A state [K, V] in memory at `place(j, r)`, for tile j and channel g + 8 r, in registers; zeros for null.
@@ -197,20 +214,9 @@ __device__ void sum_segment(const GateSegments& x) {
     load(i + 1);
     Left operand[4];
     float sums[8][4], key[8][4];
-    {
-      Left logit[4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        load_matrices_transposed(logit[step], stage + S::LOGIT + matrices_offset() + step * 2048);
-      }
-      if (tokens.count < CHUNK) open_after(tokens.count, logit);
-      open_gates(logit, bound, key, sums);
-    }
+    load_gates(stage + S::LOGIT, tokens.count, bound, key, sums);
     if constexpr (REVERSE) {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        load_matrices_transposed(operand[step], stage + S::Q + matrices_offset() + step * 2048);
-      }
+      load_channels(stage + S::Q, operand);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -325,36 +331,25 @@ __device__ void sweep_segment(const GateSweep& x) {
     Left x_k[4];
     float after[2] = {1.0f, 1.0f};  // factors of the state with the chunk's keys
     {
-      Left logit[4], q[4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        load_matrices_transposed(logit[step], stage + S::LOGIT + matrices_offset() + step * 2048);
-        load_matrices_transposed(q[step], stage + S::Q + matrices_offset() + step * 2048);
-      }
-      if (tokens.count < CHUNK) open_after(tokens.count, logit);
+      Left q[4];
+      load_channels(stage + S::Q, q);
       float sums[8][4], key[8][4];
-      open_gates(logit, bound, key, sums);
+      load_gates(stage + S::LOGIT, tokens.count, bound, key, sums);
       float before[2] = {1.0f, 1.0f}, through[2];
       if (kind != 0) {
         const float2 total = cumulate<false>(sums);
         const Ends ends = decay_from_middle(key, total, x.scale, kind, q, x_k, sums);
 #pragma unroll
         for (int r = 0; r < 2; ++r) before[r] = ends.continued[r], after[r] = ends.to_end[r];
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          store_matrices_transposed(stage + S::LOGIT + matrices_offset() + step * 2048, x_k[step]);
-        }
+        store_fragments(stage + S::LOGIT, x_k);
       } else {
         load_tile<CHUNK, THREADS>(base + S::SCORES, static_cast<const __nv_bfloat16*>(x.scores) + at * CHUNK * CHUNK,
                                   CHUNK, CHUNK, CHUNK);
         commit_copies();
         const Visible visible = visible_tokens(documents, tokens.first, tokens.count);
-        decay_steep(key, sums, visible, x.scale, q, x_k, through);
+        decay_to_ends(stage + S::LOGIT, tokens.count, bound, visible, x.scale, key, sums, q, x_k, through);
       }
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        store_matrices_transposed(stage + S::Q + matrices_offset() + step * 2048, q[step]);
-      }
+      store_fragments(stage + S::Q, q);
       scale_rows(state, before[0], before[1]);
       write_state(state, base + S::STATE + group * S::TILE);
       if (kind == 0) scale_rows(state, through[0], through[1]);
