@@ -40,17 +40,12 @@ from megalin._triton.scans.tpe_blocks import (
     powers_of,
     terms_of,
     tile_of,
+    tiles_of,
     tokens,
 )
 
-GROUP = 32
-"""Decays a warp of the scan."""
 SCAN_CHANNELS = 16
-SCAN_REGISTERS: int | None = None
-STATES_TILE = (32, 64)
-"""Channels and decays a program."""
-STATES_WARPS = 4
-PROGRAMS = 6144
+PROGRAMS = 3072
 """Target number of programs of 16 channels, which sets the length of segments, a power of two."""
 MIN_SEGMENT = 64
 FOLD_BLOCK = 256
@@ -114,18 +109,19 @@ def fold_kernel(
     batch = tl.program_id(1).to(tl.int64)
     mask = place < size
     through = tl.load(rounded_ptr + (LONGEST + 1) * decays + place % decays, mask=mask, other=0.0)
+    rest = tl.load(rounded_ptr + (2 * LONGEST + 3) * decays + place % decays, mask=mask, other=0.0)
     state = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
     for part in range(segments):
         target = (batch * segments + part) * size + place
-        kept = tl.where(tl.load(broken_ptr + batch * segments + part) != 0, 0.0, through)
+        broken = tl.load(broken_ptr + batch * segments + part) != 0
         added = tl.load(state_ptr + target, mask=mask, other=0.0)
         tl.store(state_ptr + target, state, mask=mask)
         if SLOPES:
             more = tl.load(slope_ptr + target, mask=mask, other=0.0)
             tl.store(slope_ptr + target, slope, mask=mask)
-            slope = kept * (slope + segment * state) + more
-        state = kept * state + added
+            slope = tl.where(broken, more, advance(slope + segment * state, through, rest, more))
+        state = tl.where(broken, added, advance(state, through, rest, added))
 
 
 @triton.jit
@@ -235,12 +231,12 @@ def _scan(x: Tensor, coefficients: Tensor, log_decay: Tensor, starts: Tensor, y:
         LONGEST=STATES_BLOCK, CHANNELS=TAPS_CHANNELS, DECAYS=triton.next_power_of_2(decays), num_warps=4
     )  # fmt: skip
     leaving = log_decay.new_empty(batch, width, decays)
-    group = tile_of(decays, GROUP)
+    group = tile_of(decays, tiles_of(x).group)
     groups = triton.next_power_of_2(triton.cdiv(decays, group))
     scan_kernel[(triton.cdiv(width, SCAN_CHANNELS), segments, batch)](
         x, coefficients, *powers, taps, ages.age, entering, y, leaving, length, segment, segments, width, decays,
         REVERSE=reverse, TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=SCAN_CHANNELS, GROUPS=groups,
-        GROUP=group, num_warps=groups, maxnreg=SCAN_REGISTERS
+        GROUP=group, num_warps=groups
     )  # fmt: skip
     return leaving
 
@@ -255,11 +251,12 @@ def entering_states(
         return powers.rounded, powers.rounded
     state = powers.rounded.new_empty(batch, segments, width, decays)
     slope = state.new_empty(state.shape) if slopes else state
-    channels, tile = STATES_TILE[0], tile_of(decays, STATES_TILE[1])
+    channels, largest, warps = tiles_of(x).states
+    tile = tile_of(decays, largest)
     states_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
         x, *powers, ages.age, state, slope, length, segment, segments, width, decays,
         REVERSE=reverse, SLOPES=slopes, TERMS=terms_of(x), BLOCK=STATES_BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels,
-        DECAYS=tile, num_warps=STATES_WARPS
+        DECAYS=tile, num_warps=warps
     )  # fmt: skip
     size = width * decays
     fold_kernel[(triton.cdiv(size, FOLD_BLOCK), batch)](

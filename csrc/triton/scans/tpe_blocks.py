@@ -13,11 +13,27 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.dispatch.chips import MEASURED_ON, capability
 
 BLOCK = 16
 """L of scans and gradients."""
 STATES_BLOCK = 64
 """L of the pass between segments."""
+
+
+class Tiles(NamedTuple):
+    """Tiles of the kernels."""
+
+    group: int
+    """Decays a warp of the scan."""
+    states: tuple[int, int, int]
+    """Channels, decays and warps of the pass between segments."""
+    gradient: tuple[int, int, int]
+    """Channels, decays and warps of the gradients."""
+
+
+LARGE_TILES = Tiles(64, (64, 64, 4), (64, 64, 4))
+SMALL_TILES = Tiles(32, (32, 64, 4), (16, 32, 1))
 
 
 class DecayPowers(NamedTuple):
@@ -158,6 +174,11 @@ def tile_of(decays: int, largest: int) -> int:
 def terms_of(x: Tensor) -> int:
     """bf16 terms of an operand: errors of 2^-17 vanish in outputs of 16 bits."""
     return 3 if x.dtype == torch.float32 else 2
+
+
+def tiles_of(x: Tensor) -> Tiles:
+    """Large tiles for bf16 on 9.0. Others spill there, and on other chips."""
+    return LARGE_TILES if x.dtype == torch.bfloat16 and capability() == MEASURED_ON else SMALL_TILES
 
 
 def ages_of(starts: Tensor, segment: int, segments: int, *, reverse: bool) -> DocumentAges:

@@ -18,15 +18,13 @@ from megalin._triton.scans.tpe_blocks import (
     powers_of,
     terms_of,
     tile_of,
+    tiles_of,
     tokens,
 )
 
-GRADIENT_TILE = (16, 32)
-GRADIENT_WARPS = 1
-GRADIENT_REGISTERS: int | None = None
-LAG_CHANNELS = 16
+LAG_CHANNELS = 8
 LAG_BLOCKS = 16
-LAG_WARPS = 4
+LAG_WARPS = 2
 
 
 @triton.jit(do_not_specialize=["length", "segment", "segments"])
@@ -151,11 +149,12 @@ def backward_parameters(dy: Tensor, x: Tensor, log_decay: Tensor, starts: Tensor
     state, slope = entering_states(x, powers, ages, reverse=False, slopes=True)
     parts = [log_decay.new_empty(batch * segments, width, decays) for _ in range(2)]
     leaving = log_decay.new_empty(batch, width, decays)
-    channels, tile = GRADIENT_TILE[0], tile_of(decays, GRADIENT_TILE[1])
+    channels, largest, warps = tiles_of(x).gradient
+    tile = tile_of(decays, largest)
     gradient_kernel[(triton.cdiv(width, channels) * triton.cdiv(decays, tile), segments, batch)](
         x, dy, *powers, ages.age, state, slope, *parts, leaving, length, segment, segments, width, decays,
         TERMS=terms_of(x), BLOCK=BLOCK, LONGEST=STATES_BLOCK, CHANNELS=channels, DECAYS=tile,
-        num_warps=GRADIENT_WARPS, maxnreg=GRADIENT_REGISTERS
+        num_warps=warps
     )  # fmt: skip
     lags = log_decay.new_empty(batch * segments, BLOCK, width)
     lags_kernel[(triton.cdiv(width, LAG_CHANNELS), segments, batch)](

@@ -7,7 +7,7 @@ import torch
 
 from megalin._triton.dispatch import chips
 from megalin._triton.norms import rms_norm
-from megalin._triton.scans import fixed_decay_state, scalar_decay, vector_decay
+from megalin._triton.scans import fixed_decay_state, scalar_decay, tpe_blocks, vector_decay
 from megalin.ops.scans import fixed_decay_cuda
 from tools.kernel_launches.compilation import SHARED_LIMIT
 from tools.kernel_launches.launch import CHIPS
@@ -84,3 +84,12 @@ def test_stages_of_the_vector_scan_in_fp32_fit_the_chip():
             stages[chip] = [vector_decay._sweep_constants(key, 128, torch.float32)["num_stages"] for key in (64, 128)]
             assert vector_decay._sweep_constants(128, 128, BF16)["num_stages"] == 3
     assert stages == {80: [2, 2], 89: [2, 1], 90: [2, 2], 100: [2, 2], 120: [2, 1]}
+
+
+def test_large_tiles_of_tpe_are_those_of_bf16_on_hopper_alone():
+    """They spill with other dtypes, and on other chips."""
+    for chip in CHIPS:
+        with faked_chip(chip):
+            for dtype in (BF16, torch.float16, torch.float32):
+                tiles = tpe_blocks.tiles_of(torch.empty(1, dtype=dtype))
+                assert (tiles == tpe_blocks.LARGE_TILES) == (chip == 90 and dtype == BF16), (chip, dtype)

@@ -279,19 +279,23 @@ def test_a_slow_decay_does_not_drift_over_the_blocks_of_a_segment(monkeypatch: p
     assert not {name: error for name, error in relative.items() if not abs(error) <= 1e-6}
 
 
-def test_a_slow_decay_does_not_drift_in_the_states_between_segments(monkeypatch: pytest.MonkeyPatch):
-    """The 64th power of exp(-1/913) is 3.1e-8 off, which 64 blocks would make 2e-6."""
-    monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", 2)
+@pytest.mark.parametrize(("programs", "segment"), [(2, 4096), (1 << 20, 64)])
+def test_a_slow_decay_does_not_drift_in_the_states_between_segments(
+    programs: int, segment: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The 64th power of exp(-1/913) is 3.1e-8 off, which 64 blocks, or 64 segments, would make 2e-6."""
+    monkeypatch.setattr("megalin._triton.scans.tpe.PROGRAMS", programs)
     x, log_decay = torch.zeros(1, 8192, 1), torch.tensor([-1 / 913])
     x[0, 0] = 1.0
-    segment, segments = kernels.segments_of(x)
-    assert (segment, segments) == (4096, 2)
+    segments = 8192 // segment
+    assert kernels.segments_of(x) == (segment, segments)
     powers = tpe_blocks.powers_of(log_decay, segment)
     ages = tpe_blocks.ages_of(torch.zeros(1, 8193, dtype=torch.uint8), segment, segments, reverse=False)
     state, slope = kernels.entering_states(x, powers, ages, reverse=False, slopes=True)
-    expected = torch.exp(4095 * log_decay.double()).item()
-    assert abs(state[0, 1, 0, 0].item() / expected - 1) <= 1e-6
-    assert abs(slope[0, 1, 0, 0].item() / (4095 * expected) - 1) <= 1e-6
+    distance = (segments - 1) * segment - 1
+    expected = torch.exp(distance * log_decay.double()).item()
+    assert abs(state[0, -1, 0, 0].item() / expected - 1) <= 1e-6
+    assert abs(slope[0, -1, 0, 0].item() / (distance * expected) - 1) <= 1e-6
 
 
 def test_equal_calls_of_the_kernels_give_the_same_bits():
