@@ -49,13 +49,13 @@ def unmeasured(op: str, backend: Backend, v: Tensor) -> str:
 @assume_constant_result
 def is_hopper() -> bool:
     """Whether the current GPU has compute capability 9.0."""
-    return torch.cuda.get_devicecapability() == HOPPER
+    return torch.cuda.get_device_capability() == HOPPER
 
 
 @assume_constant_result
 def capability() -> str:
     """Such as 8.0; a tuple as a constant of torch.compile cannot be compared with torch 2.11."""
-    return "{}.{}".format(*torch.cuda.get_devicecapability())
+    return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 class Cut(NamedTuple):
