@@ -66,9 +66,9 @@ def test_shards_are_as_good_as_the_full_sequence():
     assert_as_good_as_the_reference(kernel, reference, make_inputs(case, "weak"))
 
 
-@pytest.mark.usefixtures("_stand_in")
 @pytest.mark.parametrize("shards", [False, True])
 def test_the_fake_ops_have_the_same_shapes(shards, monkeypatch):
+    monkeypatch.setattr(forget_gate_cuda, "call", lambda *_: None)
     checked = []
 
     def checking(op):
