@@ -51,7 +51,7 @@ def test_heads_of_64(backend):
 
 
 def test_slices_of_a_projection_without_a_state(backend):
-    """Whose tokens are not 16 bytes apart."""
+    """Tokens of the slices are not a multiple of 16 bytes apart."""
     inputs = {name: x.cuda() for name, x in make_inputs(Case(200, 128, 128, dtype=torch.bfloat16), "mild").items()}
 
     def kernel(logit, v, **x):

@@ -90,19 +90,23 @@ def level_rows(between, odd, q, k, g, DTYPE: tl.constexpr):
     return decay, tl.where(odd, q, k) * decay
 
 
-@triton.jit
-def scores_of_chunk(
-    index, q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr,
-    q_start_ptr, k_end_ptr, scores_ptr, through_ptr,
+@triton.jit(do_not_specialize=["length", "num_chunks"])
+def scores_kernel(
+    q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr,  # [B, T, H, K] strided; [B, T] int32; [levels, 2, C, C]
+    kind_ptr, q_start_ptr, k_end_ptr, scores_ptr, through_ptr,  # as in Chunks of vector_decay.py
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, GATES: tl.constexpr,
-    ENDS: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """The results of scores_kernel for chunk `index` of [B, H, N]; q and k decayed only with ENDS."""
-    DTYPE: tl.constexpr = scores_ptr.dtype.element_ty
-    chunk = index % num_chunks
-    batch_head = (index // num_chunks).to(tl.int64)
+    """Writes per chunk the scores A, q decayed from its start, k decayed to its end, and the decay through it.
+
+    SOME: only for chunks of kind 0, as vector_decay_mild.py computes the others; likewise below.
+    """
+    DTYPE: tl.constexpr = q_start_ptr.dtype.element_ty
+    chunk = tl.program_id(0) % num_chunks
+    batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
+    if SOME and tl.load(kind_ptr + batch_head * num_chunks + chunk) != 0:
+        return
     batch, head = batch_head // heads, batch_head % heads
     row, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
     first = chunk.to(tl.int64) * CHUNK
@@ -127,9 +131,8 @@ def scores_of_chunk(
             g, masks_ptr, row, column, document, entering, leaving, DTYPE, DOCUMENTS
         )
         at, wide = row[:, None] * K + channel[None, :], (channel < K)[None, :]
-        if ENDS:
-            tl.store(q_start_ptr + block * K + at, (q * from_start).to(DTYPE), mask=wide)
-            tl.store(k_end_ptr + block * K + at, (k * to_end).to(DTYPE), mask=wide)
+        tl.store(q_start_ptr + block * K + at, (q * from_start).to(DTYPE), mask=wide)
+        tl.store(k_end_ptr + block * K + at, (k * to_end).to(DTYPE), mask=wide)
         tl.store(through_ptr + (batch_head * num_chunks + chunk) * K + channel, through, mask=channel < K)
         for level in range(LEVELS):
             pairs, between = load_masks(masks_ptr, level, row, column)
@@ -146,38 +149,17 @@ def scores_of_chunk(
 
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])
-def scores_kernel(
-    q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr,  # [B, T, H, K] strided; [B, T] int32; [levels, 2, C, C]
-    kind_ptr, q_start_ptr, k_end_ptr, scores_ptr, through_ptr,  # as in Chunks of vector_decay.py
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
-    length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr, GATES: tl.constexpr,
-):  # fmt: skip
-    """Writes per chunk the scores A, q decayed from its start, k decayed to its end, and the decay through it.
-
-    SOME: only for chunks of kind 0, as vector_decay_mild.py computes the others; likewise below.
-    """
-    if SOME and tl.load(kind_ptr + tl.program_id(0)) != 0:
-        return
-    scores_of_chunk(
-        tl.program_id(0), q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr,
-        q_start_ptr, k_end_ptr, scores_ptr, through_ptr,
-        q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
-        length, num_chunks, heads, scale, K, BLOCK_K, DOCUMENTS, GATES, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def products_of_chunk(
-    index, v_ptr, do_ptr, states_ptr, dstates_ptr,
-    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
+def products_kernel(
+    v_ptr, do_ptr, states_ptr, dstates_ptr,  # states entering, and gradients of states leaving: [B, H, N, K, V]
+    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of the results of scores_kernel
     v_b, v_t, v_h, do_b, do_t, do_h,
     length, num_chunks, heads,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The results of products_kernel for chunk `index` of [B, H, N]."""
-    chunk = index % num_chunks
-    batch_head = (index // num_chunks).to(tl.int64)
+    """Sums over the values: gradients of one chunk's decayed q and k, of its scores (the diagonal separately), and of
+    the decay through it."""
+    chunk = tl.program_id(0) % num_chunks
+    batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     row, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
     first = chunk.to(tl.int64) * CHUNK
@@ -216,35 +198,20 @@ def products_of_chunk(
 
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])
-def products_kernel(
-    v_ptr, do_ptr, states_ptr, dstates_ptr,  # states entering, and gradients of states leaving: [B, H, N, K, V]
-    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of the results of scores_kernel
-    v_b, v_t, v_h, do_b, do_t, do_h,
-    length, num_chunks, heads,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Sums over the values: gradients of one chunk's decayed q and k, of its scores (the diagonal separately), and of
-    the decay through it."""
-    products_of_chunk(
-        tl.program_id(0), v_ptr, do_ptr, states_ptr, dstates_ptr,
-        dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
-        v_b, v_t, v_h, do_b, do_t, do_h, length, num_chunks, heads, K, V, BLOCK_K, BLOCK_V,
-    )  # fmt: skip
-
-
-@triton.jit
-def gradients_of_chunk(
-    index, q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr, through_ptr,
+def gradients_kernel(
+    q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr, kind_ptr, through_ptr,
     dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
-    dq_ptr, dk_ptr, dg_ptr,
+    dq_ptr, dk_ptr, dg_ptr,  # [B, T, H, K] contiguous
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, GATES: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """The results of gradients_kernel for chunk `index` of [B, H, N]."""
+    """Gradients of q, k and g of one chunk and BLOCK_K channels, from those of the results of scores_kernel."""
     DTYPE: tl.constexpr = dscores_ptr.dtype.element_ty
-    chunk = index % num_chunks
-    batch_head = (index // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    batch_head = (tl.program_id(0) // num_chunks).to(tl.int64)
+    if SOME and tl.load(kind_ptr + batch_head * num_chunks + chunk) != 0:
+        return
     batch, head = batch_head // heads, batch_head % heads
     row, column = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
     first = chunk.to(tl.int64) * CHUNK
@@ -303,30 +270,7 @@ def gradients_of_chunk(
     tl.store(dq_ptr + base + out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
     if GATES:
         logit, bound = load_logit(k_ptr, g_ptr, k_t, row, channel, mask, K)
-        store_gradients(
-            batch_head * num_chunks + chunk, dk_ptr + base, dg_ptr, dk, dg, logit, bound, live, channel, out, mask, K
-        )
+        store_gradients(dk_ptr + base, dg_ptr, dk, dg, logit, bound, live, channel, out, mask, K)
     else:
         tl.store(dk_ptr + base + out, dk.to(dk_ptr.dtype.element_ty), mask=mask)
         tl.store(dg_ptr + base + out, dg, mask=mask)
-
-
-@triton.jit(do_not_specialize=["length", "num_chunks"])
-def gradients_kernel(
-    q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr, kind_ptr, through_ptr,
-    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
-    dq_ptr, dk_ptr, dg_ptr,  # [B, T, H, K] contiguous
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
-    length, num_chunks, heads, scale,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, SOME: tl.constexpr, GATES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of q, k and g of one chunk and BLOCK_K channels, from those of the results of scores_kernel."""
-    if SOME and tl.load(kind_ptr + tl.program_id(0)) != 0:
-        return
-    gradients_of_chunk(
-        tl.program_id(0), q_ptr, k_ptr, g_ptr, documents_ptr, masks_ptr, through_ptr,
-        dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
-        dq_ptr, dk_ptr, dg_ptr,
-        q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
-        length, num_chunks, heads, scale, K, BLOCK_K, DOCUMENTS, GATES,
-    )  # fmt: skip

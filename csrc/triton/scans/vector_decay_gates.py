@@ -100,8 +100,8 @@ def load_keys(
 
 
 @triton.jit
-def store_gradients(index, dlogit_ptr, dbound_ptr, dk, dg, logit, bound, live, channel, out, mask, K: tl.constexpr):
-    """dl of chunk `index` [C, BLOCK_K], and its summand of db in dbound [B, H, N, K]."""
+def store_gradients(dlogit_ptr, dbound_ptr, dk, dg, logit, bound, live, channel, out, mask, K: tl.constexpr):
+    """dl of a chunk [C, BLOCK_K], and its summand of db in dbound [B, H, N, K]."""
     # Adding 0 dg moves the logits to the layout of dg while they are half as wide.
     small, n, s = numerators(logit + 0.0 * dg, bound)
     d = 1.0 + small
@@ -111,4 +111,4 @@ def store_gradients(index, dlogit_ptr, dbound_ptr, dk, dg, logit, bound, live, c
     tl.store(dlogit_ptr + out, ((1.0 - bound) * small * inverse * y).to(dlogit_ptr.dtype.element_ty), mask=mask)
     of_bound = tl.where(bound < TINY, -dk - y, s * d * inverse * y)
     total = tl.sum(tl.where(live[:, None], of_bound, 0.0), axis=0)
-    tl.store(dbound_ptr + index * K + channel, total, mask=channel < K)
+    tl.store(dbound_ptr + tl.program_id(0).to(tl.int64) * K + channel, total, mask=channel < K)

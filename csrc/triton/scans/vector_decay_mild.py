@@ -225,17 +225,4 @@ def mild_gate_gradients_kernel(
     dg = add_product(tl.trans(past), dsums, dg, DTYPE, 2)
     # Loaded again after a store, which keeps the compiler from holding the gates in registers.
     logit, bound = load_logit(logit_ptr, bound_ptr + head * b_h, l_t, row, channel, mask, K)
-    store_gradients(
-        batch_head * num_chunks + chunk,
-        dlogit_ptr + base,
-        dbound_ptr,
-        dk,
-        dg,
-        logit,
-        bound,
-        live,
-        channel,
-        out,
-        mask,
-        K,
-    )
+    store_gradients(dlogit_ptr + base, dbound_ptr, dk, dg, logit, bound, live, channel, out, mask, K)

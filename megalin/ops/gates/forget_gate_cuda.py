@@ -20,7 +20,7 @@ from megalin.ops.scans.fixed_decay_cuda import CHUNK, PROCESSORS, aligned, capab
 from megalin.ops.scans.transition import DiagonalDecay
 
 MOST = 16
-"""Segments of a sequence."""
+"""SegmentPlan of a sequence."""
 
 WIDTHS = (64, 128)
 """Keys, and as many values, a head."""
@@ -56,20 +56,20 @@ def scan(
     return run_scan(_Kernels(scale), inputs, initial_state=first, shard=shard, state_gradient=state_gradient)
 
 
-class Cut(NamedTuple):
+class SegmentPlan(NamedTuple):
     """Partition of a sequence's chunks into segments, which run in parallel; the last ones may be shorter or empty."""
 
     segments: int
     chunks: int
 
 
-def cut(rows: int, length: int) -> Cut:
+def cut(rows: int, length: int) -> SegmentPlan:
     """The partition of each of `rows` = batch x heads sequences; its number of segments does not depend on the length.
 
     A multiprocessor runs one segment at a time. The update of each segment before it costs about 1 % of a row.
     """
     segments = min(range(1, MOST + 1), key=lambda n: -(-rows * n // PROCESSORS) / n + 0.01 * n)
-    return Cut(segments, -(-length // (CHUNK * segments)))
+    return SegmentPlan(segments, -(-length // (CHUNK * segments)))
 
 
 def _empty_segments(like: Tensor, batch: int, heads: int, segments: int, key: int, value: int) -> list[Tensor]:
@@ -101,7 +101,7 @@ def _segments(
 def _totals(found: list[Tensor], v: Tensor, *, reverse: bool, total: bool) -> tuple[Tensor, Tensor]:
     from megalin._triton.scans import vector_decay as kernels
 
-    return kernels.total_update(kernels.Segments(*found), v, reverse=reverse, total=total)
+    return kernels.total_update(kernels.SegmentPlan(*found), v, reverse=reverse, total=total)
 
 
 def _fake_begin(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, _: Any, total: bool, __: float) -> list[Tensor]:

@@ -56,8 +56,9 @@ def forget_gate_scan(
         v: [B, T, H, V].
         bound: lower bounds b [H, K] in [0, 1), at least fp32. Where it is 0, it gets no gradient through log b.
         scale, initial_state, shard, document_ids, state_gradient, chunk_size: as in `vector_decay_scan`.
-        backend: implementation to run; the compiled one takes fp32, bf16 and fp16 with K up to 256. Where "auto" takes
-            none, `forget_gates` and `vector_decay_scan` choose theirs.
+        backend: implementation to run; that in Triton takes fp32, bf16 and fp16 with K up to 256, that in CUDA C++ bf16
+            with K = V of 64 or 128 on compute capability 9.0. Where "auto" takes none, `forget_gates` and
+            `vector_decay_scan` choose theirs.
 
     Returns:
         ScanOutput. Gates, decays and states are computed in fp32 (fp64 for fp64 inputs). Kernels run all matmuls in the

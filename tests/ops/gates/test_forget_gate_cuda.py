@@ -33,7 +33,7 @@ def scan(**inputs):
 @pytest.mark.usefixtures("_stand_in")
 @pytest.mark.parametrize("shifts", [("weak",), ALL], ids=str)
 def test_values_and_gradients_are_as_good_as_the_reference(shifts):
-    case = Case(330, key=64, value=64, dtype=BF16)
+    case = Case(330, key=128, value=128, dtype=BF16)
     inputs = make_inputs(case, *shifts) | initial_state(case)
     assert_as_good_as_the_reference(scan, lambda **x: forget_gate_scan_reference(**x, scale=SCALE), inputs)
 
@@ -42,7 +42,7 @@ def test_values_and_gradients_are_as_good_as_the_reference(shifts):
 def test_packed_documents():
     documents = documents_of(((64,), (63, 65, *range(130, 150, 3))), 150)
     options = {"document_ids": documents, "scale": SCALE}
-    inputs = make_inputs(Case(150, key=64, value=64, dtype=BF16, batch=2), "mild", "strong")
+    inputs = make_inputs(Case(150, key=128, value=128, dtype=BF16, batch=2), "mild", "strong")
     assert_as_good_as_the_reference(
         lambda **x: scan(**x, **options), lambda **x: forget_gate_scan_reference(**x, **options), inputs
     )
