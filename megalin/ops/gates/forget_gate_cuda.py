@@ -20,7 +20,7 @@ from megalin.ops.scans.fixed_decay_cuda import CHUNK, PROCESSORS, aligned, capab
 from megalin.ops.scans.transition import DiagonalDecay
 
 MOST = 16
-"""SegmentPlan of a sequence."""
+"""Segments of a sequence."""
 
 WIDTHS = (64, 128)
 """Keys, and as many values, a head."""
@@ -101,7 +101,7 @@ def _segments(
 def _totals(found: list[Tensor], v: Tensor, *, reverse: bool, total: bool) -> tuple[Tensor, Tensor]:
     from megalin._triton.scans import vector_decay as kernels
 
-    return kernels.total_update(kernels.SegmentPlan(*found), v, reverse=reverse, total=total)
+    return kernels.total_update(kernels.Segments(*found), v, reverse=reverse, total=total)
 
 
 def _fake_begin(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, _: Any, total: bool, __: float) -> list[Tensor]:
