@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "decay_scan_arguments.cuh"
+#include "forget_gate_arguments.cuh"
 
 extern "C" {
 int megalin_decay_scan(const megalin::ScanShape* shape, const megalin::Scan* scans, int count, cudaStream_t stream);
@@ -20,6 +20,9 @@ int megalin_decay_scan_parts(const megalin::ScanShape* shape, const megalin::Ope
                              float* added, int parts, bool last, cudaStream_t stream);
 int megalin_decay_scan_fold(const megalin::ScanShape* shape, const float* added, const float* boundary, float* states,
                             int parts, bool whole, cudaStream_t stream);
+int megalin_gate_segments(const megalin::GateSegments* x, cudaStream_t stream);
+int megalin_gate_sweep(const megalin::GateSweep* x, cudaStream_t stream);
+int megalin_gate_reverse(const megalin::GateReverse* x, cudaStream_t stream);
 int megalin_srmsnorm_forward(const void* x, void* y, float* scales, int64_t rows, int width, float eps, int dtype,
                              cudaStream_t stream);
 int megalin_srmsnorm_backward(const void* dy, const void* x, const float* scales, void* dx, int64_t rows, int width,
@@ -70,6 +73,43 @@ megalin::ScanShape shape_from(const ShapeTuple& tuple) {
           blocks, block_tokens, reverse};
 }
 
+// The same for the forget-gate scan.
+using GateSegmentsTuple =
+    std::tuple<OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, Address, Address, int, int, int, int,
+               int, int, float, bool, bool>;
+using GateSweepTuple = std::tuple<OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, Address, Address,
+                                  Address, Address, Address, Address, Address, int, int, int, int, int, int, float>;
+using GateReverseTuple =
+    std::tuple<OperandTuple, OperandTuple, OperandTuple, OperandTuple, Address, Address, Address, Address, Address,
+               Address, Address, Address, Address, Address, Address, Address, Address, Address, int, int, int, int, int,
+               int, float>;
+
+megalin::GateSegments gate_segments_from(const GateSegmentsTuple& tuple) {
+  const auto& [q, logit, v, bound, documents, kinds, updates, decays, batch, length, heads, width, segments,
+               segment_chunks, scale, reverse, last] = tuple;
+  return {operand_from(q), operand_from(logit), operand_from(v), at<float>(bound), at<int>(documents),
+          at<int>(kinds), at<float>(updates), at<float>(decays), batch, length, heads, width, segments,
+          segment_chunks, scale, reverse, last};
+}
+
+megalin::GateSweep gate_sweep_from(const GateSweepTuple& tuple) {
+  const auto& [q, logit, v, bound, documents, scores, kinds, updates, decays, entering, output, states, final, batch,
+               length, heads, width, segments, segment_chunks, scale] = tuple;
+  return {operand_from(q), operand_from(logit), operand_from(v), at<float>(bound), at<int>(documents),
+          at<void>(scores), at<int>(kinds), at<float>(updates), at<float>(decays), at<float>(entering),
+          at<void>(output), at<void>(states), at<float>(final), batch, length, heads, width, segments,
+          segment_chunks, scale};
+}
+
+megalin::GateReverse gate_reverse_from(const GateReverseTuple& tuple) {
+  const auto& [q, logit, v, d_output, bound, documents, scores, kinds, states, updates, decays, d_leaving, dq, dlogit,
+               dv, dbound, d_states, d_entering, batch, length, heads, width, segments, segment_chunks, scale] = tuple;
+  return {operand_from(q), operand_from(logit), operand_from(v), operand_from(d_output), at<float>(bound),
+          at<int>(documents), at<void>(scores), at<int>(kinds), at<void>(states), at<float>(updates),
+          at<float>(decays), at<float>(d_leaving), at<void>(dq), at<void>(dlogit), at<void>(dv), at<float>(dbound),
+          at<void>(d_states), at<float>(d_entering), batch, length, heads, width, segments, segment_chunks, scale};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -117,5 +157,17 @@ PYBIND11_MODULE(_C, module) {
     const auto wanted = shape_from(shape);
     check("decay_scan_fold", megalin_decay_scan_fold(&wanted, at<float>(added), at<float>(boundary), at<float>(states),
                                                      parts, whole, stream_at(stream)));
+  });
+  module.def("gate_segments", [](const GateSegmentsTuple& tuple, Address stream) {
+    const auto arguments = gate_segments_from(tuple);
+    check("gate_segments", megalin_gate_segments(&arguments, stream_at(stream)));
+  });
+  module.def("gate_sweep", [](const GateSweepTuple& tuple, Address stream) {
+    const auto arguments = gate_sweep_from(tuple);
+    check("gate_sweep", megalin_gate_sweep(&arguments, stream_at(stream)));
+  });
+  module.def("gate_reverse", [](const GateReverseTuple& tuple, Address stream) {
+    const auto arguments = gate_reverse_from(tuple);
+    check("gate_reverse", megalin_gate_reverse(&arguments, stream_at(stream)));
   });
 }

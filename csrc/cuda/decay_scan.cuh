@@ -71,45 +71,6 @@ struct Shared {
   static constexpr int BYTES = SMALL + sizeof(Small);
 };
 
-// The 16-byte pieces of a tile that a thread copies: one column of pieces, with rows a multiple of eight apart, so that
-// the swizzle is the same for all.
-template <int WIDTH, int THREADS>
-struct Pieces {
-  static constexpr int PIECES = WIDTH / 8, ROWS = THREADS / PIECES, COUNT = CHUNK / ROWS;
-  static_assert(ROWS % 8 == 0);
-  static __device__ int column() { return threadIdx.x % PIECES * 8; }
-  static __device__ int row() { return threadIdx.x / PIECES; }
-  static __device__ uint32_t offset() { return piece_offset(row(), threadIdx.x % PIECES); }
-};
-
-// Copies a chunk with `count` valid tokens and `columns` valid columns; the rest is filled with zeros.
-template <int WIDTH, int THREADS>
-__device__ void load_tile(uint32_t tile, const __nv_bfloat16* source, int64_t stride, int count, int columns) {
-  using P = Pieces<WIDTH, THREADS>;
-  tile += P::offset();
-  source += P::row() * stride + P::column();
-  const int rows = P::column() < columns ? count - P::row() : 0;
-#pragma unroll
-  for (int i = 0; i < P::COUNT; ++i) {
-    copy_piece(tile + i * P::ROWS * 128, source, i * P::ROWS < rows);
-    source += P::ROWS * stride;
-  }
-}
-
-template <int WIDTH, int THREADS>
-__device__ void store_tile(uint32_t tile, __nv_bfloat16* target, int64_t stride, int count, int columns) {
-  using P = Pieces<WIDTH, THREADS>;
-  tile += P::offset();
-  target += P::row() * stride + P::column();
-  const int rows = P::column() < columns ? count - P::row() : 0;
-#pragma unroll
-  for (int i = 0; i < P::COUNT; ++i) {
-    const uint4 x = load_piece(tile + i * P::ROWS * 128);
-    if (i * P::ROWS < rows) write_piece(target, x);
-    target += P::ROWS * stride;
-  }
-}
-
 // Address of an operand at this thread block's batch, head and column.
 __device__ inline const __nv_bfloat16* start_of(const Operand& x, int batch, int head, int column = 0) {
   return static_cast<const __nv_bfloat16*>(x.data) + batch * x.batch + head * x.head + column;

@@ -11,6 +11,15 @@ namespace megalin {
 // Layout of the right operand [k, n] in its tile: one row for each n, or one row for each k.
 enum class Rows { N, K };
 
+// Keeps a result's values in its registers from here on: the compiler moves no write of them behind the next matmul.
+template <int TILES>
+__device__ void hold_result(float (&result)[TILES][4]) {
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    asm volatile("" : "+f"(result[j][0]), "+f"(result[j][1]), "+f"(result[j][2]), "+f"(result[j][3])::"memory");
+  }
+}
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -22,10 +31,7 @@ __device__ inline void publish_tiles() { asm volatile("fence.proxy.async.shared:
 template <int PENDING, int TILES>
 __device__ void wait_for_products(float (&result)[TILES][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-  for (int j = 0; j < TILES; ++j) {
-    asm volatile("" : "+f"(result[j][0]), "+f"(result[j][1]), "+f"(result[j][2]), "+f"(result[j][3])::"memory");
-  }
+  hold_result(result);
 }
 
 // Matrix descriptor of a tile: groups of eight rows are 1024 bytes apart, panels 8192.
@@ -87,6 +93,19 @@ __device__ void multiply_tiles(float (&d)[TILES][4], uint32_t a, uint32_t b) {
   }
 }
 
+// d [64, 64] += a b over 16 STEPS columns of tile a and rows of tile b, whose tiles of 64 rows are `next` bytes apart.
+template <int STEPS>
+__device__ void multiply_rows(float (&d)[8][4], uint32_t a, uint32_t b, uint32_t next) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const uint64_t left = descriptor(a + step / 4 * PANEL_BYTES + step % 4 * 32);
+    const uint64_t right = descriptor(b + step / 4 * next + step % 4 * 2048);
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MEGALIN_32 "}, %32, %33, 1, 1, 1, 0, 1;"
+                 : MEGALIN_4_TILES(0), MEGALIN_4_TILES(4)
+                 : "l"(left), "l"(right));
+  }
+}
+
 #else
 
 __device__ inline void begin_products() {}
@@ -120,6 +139,17 @@ __device__ void multiply_tiles(float (&d)[TILES][4], uint32_t a, uint32_t b) {
     Left left;
     load_matrices(left, a + piece_offset(row, 2 * step + lane() / 16));
     multiply<Rows::N>(d, left, b, step);
+  }
+}
+
+template <int STEPS>
+__device__ void multiply_rows(float (&d)[8][4], uint32_t a, uint32_t b, uint32_t next) {
+  const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    Left left;
+    load_matrices(left, a + piece_offset(row, 2 * step + lane() / 16));
+    multiply<Rows::K>(d, left, b + step / 4 * next, step % 4);
   }
 }
 

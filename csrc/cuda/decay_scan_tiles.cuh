@@ -27,6 +27,11 @@ __device__ inline uint32_t piece_offset(int row, int piece) {
   return piece / 8 * PANEL_BYTES + row * 128 + ((piece ^ row) % 8) * 16;
 }
 
+// The same of later pieces: `first` is the address of a row's first piece, or of a place in it.
+__device__ inline uint32_t later_piece(uint32_t first, int piece) {
+  return (first ^ piece % 8 * 16) + piece / 8 * PANEL_BYTES;
+}
+
 __device__ inline uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -59,6 +64,12 @@ __device__ inline void store_word(uint32_t target, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(value) : "memory");
 }
 
+__device__ inline uint32_t load_word(uint32_t source) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(source));
+  return x;
+}
+
 __device__ inline uint4 load_piece(uint32_t source) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(source));
@@ -70,9 +81,60 @@ __device__ inline void write_piece(void* target, const uint4& x) {
                : "memory");
 }
 
+// The 16-byte pieces of a tile that a thread copies: one column of pieces, with rows a multiple of eight apart, so that
+// the swizzle is the same for all.
+template <int WIDTH, int THREADS>
+struct Pieces {
+  static constexpr int PIECES = WIDTH / 8, ROWS = THREADS / PIECES, COUNT = CHUNK / ROWS;
+  static_assert(ROWS % 8 == 0);
+  static __device__ int column() { return threadIdx.x % PIECES * 8; }
+  static __device__ int row() { return threadIdx.x / PIECES; }
+  static __device__ uint32_t offset() { return piece_offset(row(), threadIdx.x % PIECES); }
+};
+
+// Copies a chunk with `count` valid tokens and `columns` valid columns; the rest is filled with zeros.
+template <int WIDTH, int THREADS>
+__device__ void load_tile(uint32_t tile, const __nv_bfloat16* source, int64_t stride, int count, int columns) {
+  using P = Pieces<WIDTH, THREADS>;
+  tile += P::offset();
+  source += P::row() * stride + P::column();
+  const int rows = P::column() < columns ? count - P::row() : 0;
+#pragma unroll
+  for (int i = 0; i < P::COUNT; ++i) {
+    copy_piece(tile + i * P::ROWS * 128, source, i * P::ROWS < rows);
+    source += P::ROWS * stride;
+  }
+}
+
+template <int WIDTH, int THREADS>
+__device__ void store_tile(uint32_t tile, __nv_bfloat16* target, int64_t stride, int count, int columns) {
+  using P = Pieces<WIDTH, THREADS>;
+  tile += P::offset();
+  target += P::row() * stride + P::column();
+  const int rows = P::column() < columns ? count - P::row() : 0;
+#pragma unroll
+  for (int i = 0; i < P::COUNT; ++i) {
+    const uint4 x = load_piece(tile + i * P::ROWS * 128);
+    if (i * P::ROWS < rows) write_piece(target, x);
+    target += P::ROWS * stride;
+  }
+}
+
 __device__ inline float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float log2_of(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

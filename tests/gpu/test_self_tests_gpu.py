@@ -9,6 +9,7 @@ from megalin._triton.dispatch.chips import capability
 from megalin._triton.scans import vector_decay as kernels
 from megalin.model.presets import load_preset, preset_families
 from megalin.ops.dispatch import backend as backends
+from megalin.ops.gates import forget_gate_cuda
 from megalin.ops.scans import fixed_decay_cuda
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from tools.kernel_launches.self_tests import cases_of
@@ -27,10 +28,10 @@ def first_start(monkeypatch, tmp_path):
 def _backends(op, case):
     """Compiled backends of csrc/ that take a call."""
     found = [name for name in backends._kernels[op].order if name != "apex"]
-    if op.endswith("decay_scan") and "cuda" in found:
-        sizes = dict(case)
+    if op.endswith(("decay_scan", "gate_scan")) and "cuda" in found:
+        sizes, unsupported = dict(case), forget_gate_cuda.limit if "gate" in op else fixed_decay_cuda.unsupported
         q, v = (torch.empty(1, 1, 1, sizes[width], dtype=torch.bfloat16, device="cuda") for width in "KV")
-        found = [name for name in found if name != "cuda" or not fixed_decay_cuda.unsupported(q, q, v)]
+        found = [name for name in found if name != "cuda" or not unsupported(q, q, v)]
     return [name for name in found if not backends._missing(name, "cuda")]
 
 

@@ -70,7 +70,7 @@ def begin(
     """
     chunks = _chunks(q, k, v, log_decay, scale, documents, gates)
     segments = _sum_segments(chunks.k_end, v, chunks.through, reverse=False, last=total)
-    return *_total(segments, v, reverse=False, total=total), chunks, segments
+    return *total_update(segments, v, reverse=False, total=total), chunks, segments
 
 
 def finish(
@@ -97,7 +97,7 @@ def begin_backward(doutput: Tensor, chunks: Chunks, *, total: bool) -> tuple[Ten
     """First phase of the backward: the output's contribution to the gradient of the initial state [B, H, K, V] fp32,
     empty unless `total`, and the inputs of `finish_backward`."""
     segments = _sum_segments(chunks.q_start, doutput, chunks.through, reverse=True, last=total)
-    return _total(segments, doutput, reverse=True, total=total)[0], segments
+    return total_update(segments, doutput, reverse=True, total=total)[0], segments
 
 
 def finish_backward(
@@ -240,7 +240,7 @@ def _sum_segments(x: Tensor, y: Tensor, through: Tensor, *, reverse: bool, last:
     return found
 
 
-def _total(segments: Segments, y: Tensor, *, reverse: bool, total: bool) -> tuple[Tensor, Tensor]:
+def total_update(segments: Segments, y: Tensor, *, reverse: bool, total: bool) -> tuple[Tensor, Tensor]:
     """State update of all segments together [B, H, K, V], and decay through them [B, H, K]; empty unless `total`."""
     if not total:
         return segments.update.new_empty(0), segments.decay.new_empty(0)

@@ -18,6 +18,7 @@ from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
+from megalin.ops.gates import forget_gate_cuda
 from megalin.ops.gates.forget_gates import forget_gates, forget_gates_reference
 from megalin.ops.scans import vector_decay
 from megalin.ops.scans.context_parallel import SequenceShard
@@ -55,8 +56,9 @@ def forget_gate_scan(
         v: [B, T, H, V].
         bound: lower bounds b [H, K] in [0, 1), at least fp32. Where it is 0, it gets no gradient through log b.
         scale, initial_state, shard, document_ids, state_gradient, chunk_size: as in `vector_decay_scan`.
-        backend: implementation to run; the compiled one takes fp32, bf16 and fp16 with K up to 256. Where "auto" takes
-            none, `forget_gates` and `vector_decay_scan` choose theirs.
+        backend: implementation to run; that in Triton takes fp32, bf16 and fp16 with K up to 256, that in CUDA C++ bf16
+            with K = V of 64 or 128 on compute capability 9.0. Where "auto" takes none, `forget_gates` and
+            `vector_decay_scan` choose theirs.
 
     Returns:
         ScanOutput. Gates, decays and states are computed in fp32 (fp64 for fp64 inputs). Kernels run all matmuls in the
@@ -74,11 +76,12 @@ def forget_gate_scan(
     case = (*case, ("state_gradient", state_gradient))
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op = "forget_gate_scan" if shard is None else "split_forget_gate_scan"
-    choice = backends.choose(op, backend, v.device.type, _unsupported(q, logit, v, bound), case=case)
+    limits: dict[Compiled, str] = {"cuda": forget_gate_cuda.limit(q, logit, v)}
+    choice = backends.choose(op, backend, v.device.type, _unsupported(q, logit, v, bound), limits, case)
     options: dict[str, Any] = {"scale": scale, "initial_state": initial_state, "document_ids": document_ids}
     options |= {"shard": shard, "state_gradient": state_gradient}
     if choice != "reference":
-        return _compiled_scan(q, logit, v, bound, **options)
+        return _compiled_scan(choice, q, logit, v, bound, **options)
     backend = "reference" if backend == "reference" else "auto"
     k, log_decay = (x.view_as(logit) for x in forget_gates(logit.flatten(2), bound.flatten(), backend=backend))
     return vector_decay.vector_decay_scan(q, k, v, log_decay, chunk_size=chunk_size, backend=backend, **options)
@@ -101,8 +104,10 @@ def forget_gate_scan_reference(
     return vector_decay.vector_decay_scan_reference(q, k, v, log_decay, chunk_size=chunk_size, **options)
 
 
-def _compiled_scan(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, **options: Any) -> ScanOutput:
+def _compiled_scan(backend: str, q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, **options: Any) -> ScanOutput:
     """`forget_gate_scan` by the kernels."""
+    if backend == "cuda":
+        return forget_gate_cuda.scan(q, logit, v, bound, **options)
     return vector_decay.compiled_scan(q, logit, v, bound.contiguous(), gates=True, **options)
 
 
@@ -132,7 +137,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
 
     def kernel(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, first: Tensor | None = None) -> ScanOutput:
         options: dict[str, Any] = {"scale": 0.5, "initial_state": first, "document_ids": documents}
-        return _compiled_scan(q, logit, v, bound, **options, state_gradient=case["state_gradient"])
+        return _compiled_scan(backend, q, logit, v, bound, **options, state_gradient=case["state_gradient"])
 
     def reference(q: Tensor, logit: Tensor, v: Tensor, bound: Tensor, first: Tensor | None = None) -> ScanOutput:
         return forget_gate_scan_reference(
@@ -147,7 +152,7 @@ def _shards_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -
     *inputs, bound = _samples(case, TOKENS, 3.0, device)
 
     def kernel(shard: SequenceShard, documents: Tensor | None, q: Tensor, logit: Tensor, v: Tensor) -> ScanOutput:
-        return _compiled_scan(q, logit, v, bound, scale=0.5, document_ids=documents, shard=shard)
+        return _compiled_scan(backend, q, logit, v, bound, scale=0.5, document_ids=documents, shard=shard)
 
     def reference(documents: Tensor | None, q: Tensor, logit: Tensor, v: Tensor) -> ScanOutput:
         wide = bound.to(logit.dtype)
@@ -156,5 +161,5 @@ def _shards_self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -
     return compare_shards(kernel, reference, inputs, case)
 
 
-backends.register("forget_gate_scan", ("triton",), _self_test)
-backends.register("split_forget_gate_scan", ("triton",), _shards_self_test)
+backends.register("forget_gate_scan", ("cuda", "triton"), _self_test)
+backends.register("split_forget_gate_scan", ("cuda", "triton"), _shards_self_test)

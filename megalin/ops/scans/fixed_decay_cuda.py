@@ -34,25 +34,26 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str:
     if v.dtype != torch.bfloat16:
         return f"q, k, v of {v.dtype}"
     widest = max(k.shape[-1], v.shape[-1])
-    if widest > WIDE and v.is_cuda and not _is_hopper():
+    if widest > WIDE and v.is_cuda and not is_hopper():
         return f"heads of {k.shape[-1]} keys and {v.shape[-1]} values, above {WIDE}, except on compute capability 9.0"
     return ""
 
 
 def unmeasured(op: str, backend: Backend, v: Tensor) -> str:
     """Reason why "auto" leaves a GPU to the Triton kernels: only the form for Hopper was measured to be faster."""
-    if not v.is_cuda or _is_hopper() or not is_auto(op, backend):
+    if not v.is_cuda or is_hopper() or not is_auto(op, backend):
         return ""
-    return f"compute capability {_capability()} unless it is asked for: it was measured on 9.0 alone"
+    return f"compute capability {capability()} unless it is asked for: it was measured on 9.0 alone"
 
 
 @assume_constant_result
-def _is_hopper() -> bool:
+def is_hopper() -> bool:
+    """Whether the current GPU has compute capability 9.0."""
     return torch.cuda.get_device_capability() == HOPPER
 
 
 @assume_constant_result
-def _capability() -> str:
+def capability() -> str:
     """Such as 8.0; a tuple as a constant of torch.compile cannot be compared with torch 2.11."""
     return "{}.{}".format(*torch.cuda.get_device_capability())
 
@@ -106,7 +107,7 @@ class CudaSequence(NamedTuple):
         if added.shape[2] == 0:
             return added
         shape = self.shape(plan, key, value, reverse=reverse)
-        call("decay_scan_parts", k.device, shape, _operand(k), _operand(v), added, plan.parts, last)
+        call("decay_scan_parts", k.device, shape, operand(k), operand(v), added, plan.parts, last)
         return added
 
     def states(self, plan: Cut, parts: Tensor, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
@@ -160,7 +161,7 @@ def begin(
     """First phase: the state update of all tokens [B, H, K, V] fp32, empty unless `total`, and that of each part, for
     `finish`. `reverse`, with q and do as k and v: the updates of the state's gradient, for `finish_backward`."""
     sequence = _sequence(k, slopes, documents)
-    k, v = _aligned(k), _aligned(v)
+    k, v = aligned(k), aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     plan = _plan(batch * heads, length, together=reverse and key == value)
     parts = sequence.parts(plan, k, v, reverse=reverse, last=total)
@@ -179,7 +180,7 @@ def finish(
     """Second phase: q, k [B, T, H, K], v [B, T, H, V] bf16, slopes [H] and entering [B, H, K, V] fp32 and documents
     [B, T] contiguous, `parts` from `begin` -> o, the final state, and the states entering blocks, of `saved_shape`."""
     sequence = _sequence(k, slopes, documents)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     plan = _plan(batch * heads, length, together=False)
     states = sequence.states(plan, parts, entering, reverse=False)
@@ -206,7 +207,7 @@ def finish_backward(
     """Second phase of the backward: dq, dk, dv, and the gradient [B, H, K, V] fp32 of `entering`; `states` from
     `finish`, `parts` from `begin`."""
     sequence = _sequence(k, slopes, documents)
-    do, q, k, v = _aligned(do), _aligned(q), _aligned(k), _aligned(v)
+    do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     (batch, length, heads, key), value = k.shape, v.shape[3]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     plan = _plan(batch * heads, length, together=False)
@@ -232,15 +233,16 @@ def _sequence(k: Tensor, slopes: Tensor | None, documents: Tensor | None) -> Cud
 def _launch(sequence: CudaSequence, plan: Cut, scans: list[CudaScan], *, reverse: bool) -> None:
     key, value = scans[0].k.shape[3], scans[0].v.shape[3]
     shape = sequence.shape(plan, key, value, reverse=reverse)
-    arguments = tuple((_operand(x.q), _operand(x.k), _operand(x.v), *x[3:]) for x in scans)
+    arguments = tuple((operand(x.q), operand(x.k), operand(x.v), *x[3:]) for x in scans)
     call("decay_scan", scans[0].k.device, shape, arguments)
 
 
-def _operand(x: Tensor) -> tuple[Tensor | int, ...]:
+def operand(x: Tensor) -> tuple[Tensor | int, ...]:
+    """Arguments of the C++ struct Operand."""
     return x, *x.stride()[:3]
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """`x`, or a copy if a token's channels are not contiguous and 16-byte aligned; D % 8 = 0."""
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
