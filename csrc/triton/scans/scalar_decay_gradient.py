@@ -14,6 +14,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from megalin._triton.dispatch.chips import shared_bytes
 from megalin._triton.dispatch.tiles import tiled
 from megalin._triton.scans.scalar_decay_chunk import (
     Decays,
@@ -163,7 +164,10 @@ def _pair_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
 
 
 def _carried_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
-    return ScalarDecayTiles(power(value), 8, 3 if dtype == torch.bfloat16 and power(key) * power(value) <= 8192 else 1)
+    stages = 3 if shared_bytes() > 2**17 else 2
+    if dtype != torch.bfloat16 or power(key) * power(value) > 8192:
+        stages = 1
+    return ScalarDecayTiles(power(value), 8, stages)
 
 
 def _num_runs(group: int, programs: int) -> int:
