@@ -47,14 +47,14 @@ def _state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
 def _wide_state_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
     """Tiles of state_kernel over chunks of gradients."""
     tiles = _state_tiles(key, value, dtype)
-    return tiles._replace(stages=min(1 if has_tensor_memory() else 2, tiles.stages))
+    return tiles._replace(stages=1) if has_tensor_memory() else tiles
 
 
 def _tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
     """Tiles of scan_kernel."""
     if dtype != torch.bfloat16:
         return ScalarDecayTiles(min(32, power(value)), 8, 1)
-    return ScalarDecayTiles(min(64, power(value)), 4, 2)
+    return ScalarDecayTiles(min(64, power(value)), 4, 4 if key <= 128 else 2)
 
 
 def _num_slots(rows: int) -> int:
@@ -160,11 +160,12 @@ class ScalarScan(NamedTuple):
         parts, part_chunks = (1 if self.blocks == 1 else self.slots), self.block_chunks
         if found is not None:
             parts, part_chunks = self.blocks * self.parts, self.part_chunks
+        rows = min(self.chunk, 64)
         state_kernel[batch * heads * triton.cdiv(value, tiles.value), programs](
-            *self.tiled(k, width=power(key)), *self.tiled(v, width=tiles.value), self.factors(reverse=reverse)[1],
+            tiled(k, rows, power(key)), tiled(v, rows, tiles.value), self.factors(reverse=reverse)[1],
             self.decays.through, entering, states, *(found or (None, None)), heads, heads // key_heads, self.chunks,
             parts, part_chunks, skipped, REVERSE=reverse, ENTERING=entering is not None, KEPT=found is None,
-            **constants(state_kernel, key, value, v.dtype, tiles, self.chunk),
+            **constants(state_kernel, key, value, v.dtype, tiles, rows) | {"RATIO": self.chunk // rows},
         )  # fmt: skip
 
     def entering(self, found: Parts, boundary: Tensor | None, *, reverse: bool) -> Tensor | None:
@@ -212,7 +213,7 @@ def _scan(v: Tensor, found: Decays, documents: Tensor | None, chunk: int) -> Sca
 
 
 def _decays(k: Tensor, v: Tensor, g: Tensor, documents: Tensor | None) -> Decays:
-    return decays(g, documents, chunk_of(k.shape[3], v.dtype), exact=v.dtype == torch.float32)
+    return decays(g, documents, chunk_of(v.dtype), exact=v.dtype == torch.float32)
 
 
 def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
@@ -223,7 +224,7 @@ def saved_shape(k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
 
 def empty_intermediates(k: Tensor, v: Tensor, g: Tensor, *, total: bool) -> tuple[Decays, Parts]:
     """Uninitialised Decays and Parts as `begin` returns them, for fake kernels."""
-    chunk = chunk_of(k.shape[3], v.dtype)
+    chunk = chunk_of(v.dtype)
     scan = _scan(v, empty_decays(g, chunk, exact=v.dtype == torch.float32), None, chunk)
     return scan.decays, scan.empty_parts(k, v, last=total)
 
@@ -237,7 +238,7 @@ def begin(
     `finish_backward`."""
     k, v = aligned(k), aligned(v)
     found = _decays(k, v, g, documents)
-    parts = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype)).sums(k, v, reverse=reverse, last=total)
+    parts = _scan(v, found, documents, chunk_of(v.dtype)).sums(k, v, reverse=reverse, last=total)
     sums = parts.total(reverse=reverse) if total else (g.new_empty(0), g.new_empty(0))
     return *sums, found, parts
 
@@ -254,7 +255,7 @@ def finish(
     """Second phase, from entering [B, H, K, V] fp32: o like v, the final state, and the states entering blocks, of
     `saved_shape`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    scan = _scan(v, found, documents, chunk_of(k.shape[3], v.dtype))
+    scan = _scan(v, found, documents, chunk_of(v.dtype))
     states = scan.entering(parts, entering, reverse=False)
     o, leaving = scan.scan(q, k, v, states, reverse=False)
     saved = states if states is not None and scan.blocks > 1 else leaving.new_empty(saved_shape(k, v))
@@ -281,7 +282,7 @@ def finish_backward(
     chunks, which takes half as long again."""
     do, q, k, v = aligned(do), aligned(q), aligned(k), aligned(v)
     key = k.shape[3]
-    scan = _scan(v, found, documents, chunk_of(key, v.dtype))
+    scan = _scan(v, found, documents, chunk_of(v.dtype))
     chunk, wide = gradient_chunk_of(key, v.dtype), scan
     if chunk != scan.chunk:
         wide = _scan(v, decays(g, documents, chunk, exact=v.dtype == torch.float32), documents, chunk)

@@ -115,17 +115,20 @@ def log_decay_gradient_kernel(
 
 
 @triton.jit
-def pair_decay(sums_ptr, documents_ptr, length, start, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr):
-    """Decay [C, C] between tokens [s, t] of one document where s <= t, else 0; REVERSE: between tokens [t, s]."""
+def pair_scores(
+    q, k, sums_ptr, documents_ptr, length, start, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k_s . q_t times the decay between a chunk's tokens s <= t (REVERSE: s >= t) of one document, else 0 [s, t]."""
     index = tl.arange(0, C)
-    sums = tl.load(sums_ptr + index)
-    between, visible = sums[None, :] - sums[:, None], index[None, :] >= index[:, None]
-    if REVERSE:
-        between, visible = sums[:, None] - sums[None, :], index[:, None] >= index[None, :]
+    visible = index[:, None] >= index[None, :] if REVERSE else index[:, None] <= index[None, :]
     if DOCUMENTS:
         document = tl.load(documents_ptr + tl.minimum(start + index, length - 1))
         visible = visible & (document[:, None] == document[None, :])
-    return tl.exp2(tl.where(visible, between.to(tl.float32), float("-inf")))
+    sums = tl.load(sums_ptr + index)
+    between = sums[:, None] - sums[None, :] if REVERSE else sums[None, :] - sums[:, None]
+    scores = tl.where(visible, tl.dot(k, tl.trans(q), input_precision=PRECISION), 0.0)
+    return scores * tl.exp2(tl.minimum(between, 0.0).to(tl.float32))
 
 
 class Decays(NamedTuple):
@@ -149,15 +152,14 @@ def power(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def chunk_of(key: int, dtype: torch.dtype) -> int:
-    if dtype != torch.bfloat16:
-        return 16
-    return 64 if key <= 128 else 32
+def chunk_of(dtype: torch.dtype) -> int:
+    """Chunk size of the scans. In bf16 two programs fit an SM with four stages of 32 tokens, with two of 64."""
+    return 32 if dtype == torch.bfloat16 else 16
 
 
 def gradient_chunk_of(key: int, dtype: torch.dtype) -> int:
     """Chunk size of the kernels that compute dq and dk, a multiple of the scans'."""
-    return 128 if dtype == torch.bfloat16 and key <= 128 else chunk_of(key, dtype)
+    return 128 if dtype == torch.bfloat16 and key <= 128 else chunk_of(dtype)
 
 
 def _numbers(dtype: torch.dtype) -> dict[str, object]:
@@ -180,6 +182,7 @@ def constants(
         "RATIO": gradient_chunk_of(key, dtype) // chunk,
         "BLOCK_KEY": power(key),
         "BLOCK_VALUE": tiles.value,
+        "STAGES": tiles.stages,
     }
     found = {name: x for name, x in (found | _numbers(dtype)).items() if name in kernel.arg_names}
     return found | {"num_warps": tiles.warps, "num_stages": tiles.stages}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from megalin._triton.dispatch.chips import has_tensor_memory
+from megalin._triton.dispatch.chips import shared_bytes
 from megalin._triton.dispatch.tiles import tiled
 from megalin._triton.scans.scalar_decay_chunk import (
     Decays,
@@ -40,7 +40,7 @@ def pair_kernel(
     q_tiles, k_tiles, v_tiles, do_tiles, weight_tiles, sums_ptr, documents_ptr, inside_ptr, between_ptr,
     length, heads, group, run, chunks,
     DOCUMENTS: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """W [tiles chunks, C, C] of one chunk and run of heads; and per head and token, the pair terms of dg it takes minus
     those it gives [B, H, chunks C], `inside` its piece of the chunk and `between` pieces. With two pieces a chunk,
@@ -55,19 +55,19 @@ def pair_kernel(
     k = k_tiles.load([batch, key_head, giving, 0]).reshape([PIECE, BLOCK_KEY]).to(OPERAND)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     visible = (after + index)[:, None] >= (before + index)[None, :]
-    scores = tl.where((after + index)[:, None] > (before + index)[None, :], scores, 0.0)
     if DOCUMENTS:
         document = tl.load(documents_ptr + tl.minimum(taking + index, length - 1))
         visible &= document[:, None] == tl.load(documents_ptr + tl.minimum(giving + index, length - 1))[None, :]
+    scores = tl.where(visible & ((after + index)[:, None] > (before + index)[None, :]), scores, 0.0)
     weights = tl.zeros([PIECE, PIECE], tl.float32)
-    for head in range(first, first + run):
+    for head in tl.range(first, first + run, num_stages=STAGES):
         place = ((batch.to(tl.int64) * heads + head) * chunks + chunk) * C
         v = v_tiles.load([batch, head, giving, 0]).reshape([PIECE, BLOCK_VALUE]).to(OPERAND)
         do = do_tiles.load([batch, head, taking, 0]).reshape([PIECE, BLOCK_VALUE]).to(OPERAND)
-        pairs = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         sums = tl.load(sums_ptr + place + after + index)
         sums = sums[:, None] - tl.load(sums_ptr + place + before + index)[None, :]
-        pairs *= tl.exp2(tl.where(visible, sums.to(tl.float32), float("-inf")))
+        pairs = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        pairs *= tl.exp2(tl.minimum(sums, 0.0).to(tl.float32))
         weights += pairs
         pairs *= scores
         took, gave = tl.sum(pairs, axis=1), tl.sum(pairs, axis=0)
@@ -76,8 +76,9 @@ def pair_kernel(
             tl.store(between_ptr + place + before + index, -gave)
         else:
             tl.store(inside_ptr + place + after + index, took - gave)
-    tile, weights = tl.program_id(0) * chunks + chunk, weights.to(OPERAND).reshape([1, PIECE, PIECE])
-    weight_tiles.store([tile, after, before], weights)
+    # Other pairs have finite weights so far, and scores of zero.
+    tile, weights = tl.program_id(0) * chunks + chunk, tl.where(visible, weights, 0.0).to(OPERAND)
+    weight_tiles.store([tile, after, before], weights.reshape([1, PIECE, PIECE]))
     if C > PIECE and part == 0:
         weight_tiles.store([tile, 0, PIECE], tl.zeros([1, PIECE, PIECE], OPERAND))
 
@@ -93,57 +94,63 @@ def _rounding_error(states_ptr, row, KEY: tl.constexpr, VALUE: tl.constexpr, BLO
     return (state - state.to(OPERAND).to(tl.float32)).to(OPERAND)
 
 
+@triton.jit
+def _carried(x, y, state, factor, out, PRECISION: tl.constexpr):
+    """out + f X S, and y . (f X S) per token, f [C]."""
+    scaled = x.to(tl.float32) * factor[:, None]
+    out = tl.dot(scaled.to(x.dtype), state, out, input_precision=PRECISION)
+    reached = tl.dot(y, tl.trans(state), input_precision=PRECISION)
+    return out, tl.sum(reached * scaled, axis=1)
+
+
+@triton.jit
+def _inner(x, y):
+    """Sum over all elements of x * y."""
+    return tl.sum(tl.sum(x.to(tl.float32) * y.to(tl.float32), axis=1), axis=0)
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def carried_kernel(
     x_tiles, y_tiles, z_tiles, out_tiles, weight_tiles, state_tiles, other_tiles, factor_ptr, through_ptr,
     boundary_ptr, other_boundary_ptr, carried_ptr, crossing_ptr, heads, group, run, chunks,
     KEY: tl.constexpr, VALUE: tl.constexpr, REVERSE: tl.constexpr, BOUNDARY: tl.constexpr, OTHER: tl.constexpr,
-    TRACE: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    STAGES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """W Z + sum_h f_h X_h S_h of one chunk, and y . (f_h X_h S_h) per head and token [B, H, chunks C].
 
     dq: x, y, z = do, q, k, S with f from the start. REVERSE, dk: v, k, q, G in place of S with f to the end, W^T; and
     `crossing` [B, H, chunks], the decay through the chunk times <S, G>, with S in `other_tiles`. BOUNDARY, OTHER: the
-    first state in the direction of S, and of the other, is given in fp32 and used so for the terms of dg. TRACE: <S, G>
-    is the trace of a matmul, whose operands are loaded while the previous head is summed; wide tiles leave no room, and
-    chips with tensor memory (dispatch/chips.py) cannot sum it.
+    first state in the direction of S, and of the other, is given in fp32 and used so for the terms of dg.
     """
     chunk, index = tl.program_id(1), tl.arange(0, C)
     batch, key_head, first, place_of_sum = _run_of_heads(heads, group, run)
-    start, value = chunk * C, tl.arange(0, BLOCK_VALUE)
-    y = y_tiles.load([batch, key_head, start, 0]).reshape([C, BLOCK_KEY])
+    start = chunk * C
+    y = y_tiles.load([batch, key_head, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
     z = z_tiles.load([batch, key_head, start, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
     weights = weight_tiles.load([tl.program_id(0) * chunks + chunk, 0, 0]).reshape([C, C])
     out = tl.dot(tl.trans(weights) if REVERSE else weights, z, input_precision=PRECISION)
-    for head in range(first, first + run):
+    for head in tl.range(first, first + run, num_stages=STAGES):
         row = batch.to(tl.int64) * heads + head
         place = row * chunks + chunk
         x = x_tiles.load([batch, head, start, 0]).reshape([C, BLOCK_VALUE]).to(OPERAND)
         state = state_tiles.load([place.to(tl.int32), 0, 0]).reshape([BLOCK_VALUE, BLOCK_KEY])
-        carried = tl.dot(x, state, input_precision=PRECISION)
+        factor = tl.load(factor_ptr + place * C + index)
         if REVERSE:
             other = other_tiles.load([place.to(tl.int32), 0, 0]).reshape([BLOCK_VALUE, BLOCK_KEY])
-            if TRACE:
-                products = tl.dot(other, tl.trans(state), input_precision=PRECISION)
+            crossing, through = _inner(other, state), tl.load(through_ptr + place)
+        out, carried = _carried(x, y, state, factor, out, PRECISION)
         if BOUNDARY and chunk == (chunks - 1 if REVERSE else 0):
             low = _rounding_error(boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
-            carried = tl.dot(x, low, carried, input_precision=PRECISION)
-        carried *= tl.load(factor_ptr + place * C + index)[:, None]
-        out += carried
-        tl.store(carried_ptr + place * C + index, tl.sum(carried * y.to(tl.float32), axis=1))
+            out, more = _carried(x, y, low, factor, out, PRECISION)
+            carried += more
+            if REVERSE:
+                crossing += _inner(other, low)
+        if OTHER and chunk == 0:
+            low = _rounding_error(other_boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
+            crossing += _inner(low, state)
+        tl.store(carried_ptr + place * C + index, carried)
         if REVERSE:
-            if TRACE:
-                crossing = tl.sum(tl.sum(tl.where(value[:, None] == value[None, :], products, 0.0), axis=1), axis=0)
-            else:
-                crossing = tl.sum(tl.sum(other.to(tl.float32) * state.to(tl.float32), axis=1), axis=0)
-            if BOUNDARY and chunk == chunks - 1:
-                low = _rounding_error(boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
-                crossing += tl.sum(tl.sum(other.to(tl.float32) * low.to(tl.float32), axis=1), axis=0)
-            if OTHER and chunk == 0:
-                low = _rounding_error(other_boundary_ptr, row, KEY, VALUE, BLOCK_KEY, BLOCK_VALUE, OPERAND)
-                crossing += tl.sum(tl.sum(low.to(tl.float32) * state.to(tl.float32), axis=1), axis=0)
-            through = tl.load(through_ptr + place)
             tl.store(crossing_ptr + place, tl.where(through > 0.0, through * crossing, 0.0))
     out_tiles.store([place_of_sum, key_head, start, 0], out.to(out_tiles.dtype).reshape([1, 1, C, BLOCK_KEY]))
 
@@ -157,7 +164,10 @@ def _pair_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
 
 
 def _carried_tiles(key: int, value: int, dtype: torch.dtype) -> ScalarDecayTiles:
-    return ScalarDecayTiles(power(value), 8, 3 if dtype == torch.bfloat16 and power(key) * power(value) <= 8192 else 1)
+    stages = 3 if shared_bytes() > 2**17 else 2
+    if dtype != torch.bfloat16 or power(key) * power(value) > 8192:
+        stages = 1
+    return ScalarDecayTiles(power(value), 8, stages)
 
 
 def _num_runs(group: int, programs: int) -> int:
@@ -208,7 +218,6 @@ def key_gradients(
             tiled(x, chunk, tiles.value), *(tiled(x, chunk, wide) for x in (y, z, out)), weight_tiles,
             *(states[::-1] if reverse else states), factor, found.through, boundary, other, carried, crossing, *counts,
             REVERSE=reverse, BOUNDARY=boundary is not None, OTHER=other is not None,
-            TRACE=v.dtype == torch.bfloat16 and key * value <= 8192 and not has_tensor_memory(),
             **constants(carried_kernel, key, value, v.dtype, tiles, chunk),
         )  # fmt: skip
         sums.append(out if runs == 1 else out.unflatten(0, (runs, batch)).sum(0).to(y.dtype))

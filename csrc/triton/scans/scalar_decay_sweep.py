@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from megalin._triton.scans.scalar_decay_chunk import pair_decay
+from megalin._triton.scans.scalar_decay_chunk import pair_scores
 
 
 @triton.jit
@@ -25,12 +25,13 @@ def state_kernel(
     k_tiles, v_tiles, weight_ptr, through_ptr, entering_ptr, state_tiles, added_ptr, passed_ptr,
     heads, group, chunks, parts, part_chunks, skipped,
     KEY: tl.constexpr, VALUE: tl.constexpr, REVERSE: tl.constexpr, ENTERING: tl.constexpr, KEPT: tl.constexpr,
-    C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    RATIO: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    STAGES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """States over a part's chunks; `weight` is the decay to a chunk's end (REVERSE: from its start). KEPT: the states
-    entering chunks go to `state_tiles` [B H chunks, VALUE, KEY], from those entering parts [B H, parts, KEY, VALUE].
-    Else the part's state update goes to `added` [B H, parts, KEY, VALUE], its decay to `passed` [B H, parts]."""
+    """States over a part's chunks of RATIO tiles of C tokens; `weight` is the decay to a chunk's end (REVERSE, with
+    RATIO 1: from its start). KEPT: the states entering chunks go to `state_tiles` [B H chunks, VALUE, KEY], from those
+    entering parts [B H, parts, KEY, VALUE]. Else the part's state update goes to `added` [B H, parts, KEY, VALUE], its
+    decay to `passed` [B H, parts], with RATIO 1."""
     row, column = _row_and_column(VALUE, BLOCK_VALUE)
     batch, head, row = row // heads, row % heads, row.to(tl.int64)
     part = tl.program_id(1) + skipped
@@ -42,15 +43,18 @@ def state_kernel(
         state = tl.load(entering_ptr + offset, mask=inside, other=0.0)
     first, passed = part * part_chunks, 1.0
     count = tl.minimum(part_chunks, chunks - first)
-    for i in range(0, count):
-        chunk = first + (count - 1 - i if REVERSE else i)
-        if KEPT:
+    for i in tl.range(0, count * RATIO, num_stages=STAGES):
+        tile = (first + count) * RATIO - 1 - i if REVERSE else first * RATIO + i
+        chunk = tile // RATIO
+        if KEPT and tile % RATIO == 0:
             kept = state.to(OPERAND).reshape([1, BLOCK_VALUE, BLOCK_KEY])
             state_tiles.store([(row * chunks + chunk).to(tl.int32), column, 0], kept)
-        k = k_tiles.load([batch, head // group, chunk * C, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
-        v = v_tiles.load([batch, head, chunk * C, column]).reshape([C, BLOCK_VALUE]).to(tl.float32)
-        weight = tl.load(weight_ptr + (row * chunks + chunk) * C + tl.arange(0, C))
+        k = k_tiles.load([batch, head // group, tile * C, 0]).reshape([C, BLOCK_KEY]).to(OPERAND)
+        v = v_tiles.load([batch, head, tile * C, column]).reshape([C, BLOCK_VALUE]).to(tl.float32)
+        weight = tl.load(weight_ptr + (row * chunks * RATIO + tile) * C + tl.arange(0, C))
         through = tl.load(through_ptr + row * chunks + chunk)
+        if RATIO > 1:
+            through = tl.where(tile % RATIO == 0, through, 1.0)
         weighted = (v * weight[:, None]).to(OPERAND)
         state = tl.dot(tl.trans(weighted), k, state * through, input_precision=PRECISION)
         passed *= through
@@ -109,7 +113,7 @@ def scan_kernel(
     entering_ptr, state_tiles, leaving_ptr, length, heads, group, chunks, slots, block_chunks,
     KEY: tl.constexpr, VALUE: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr, ENTERING: tl.constexpr,
     KEPT: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o from q, k [B, T, H / group, KEY], v [B, T, H, VALUE] and the states entering each block [B H, slots, KEY,
     VALUE]; the state after the last block goes to `leaving`. REVERSE: from the end, with `from_start` and `to_end`
@@ -127,7 +131,7 @@ def scan_kernel(
         state = tl.load(entering_ptr + (row * slots + block) * KEY * VALUE + offset, mask=inside, other=0.0)
     first = block * block_chunks
     count = tl.minimum(block_chunks, chunks - first)
-    for i in range(0, count):
+    for i in tl.range(0, count, num_stages=STAGES):
         chunk = first + (count - 1 - i if REVERSE else i)
         start, place = chunk * C, row * chunks + chunk
         if KEPT and (chunk % RATIO == RATIO - 1 or chunk == chunks - 1):
@@ -138,9 +142,9 @@ def scan_kernel(
         v = v_tiles.load([batch, head, start, column]).reshape([C, BLOCK_VALUE]).to(OPERAND)
         from_start = tl.load(from_start_ptr + place * C + tl.arange(0, C))
         to_end = tl.load(to_end_ptr + place * C + tl.arange(0, C))
-        decay = pair_decay(sums_ptr + place * C, documents_ptr, length, start, DOCUMENTS, REVERSE, C)
         through = tl.load(through_ptr + place)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * decay
+        sums = sums_ptr + place * C
+        scores = pair_scores(q, k, sums, documents_ptr, length, start, DOCUMENTS, REVERSE, C, PRECISION)
         o = tl.dot(state.to(OPERAND), tl.trans(q), input_precision=PRECISION) * from_start[None, :]
         o = tl.dot(tl.trans(v), scores.to(OPERAND), o, input_precision=PRECISION)
         weighted = (v.to(tl.float32) * to_end[:, None]).to(OPERAND)

@@ -7,7 +7,7 @@ import torch
 
 from megalin._triton.dispatch import chips
 from megalin._triton.norms import rms_norm
-from megalin._triton.scans import fixed_decay_state, scalar_decay, tpe_blocks, vector_decay
+from megalin._triton.scans import fixed_decay_state, scalar_decay, scalar_decay_gradient, tpe_blocks, vector_decay
 from megalin.ops.scans import fixed_decay_cuda
 from tools.kernel_launches.compilation import SHARED_LIMIT
 from tools.kernel_launches.launch import CHIPS
@@ -64,7 +64,15 @@ def test_tiles_of_the_final_state_fit_the_chip():
 def test_kept_states_are_stored_outside_of_stages_with_tensor_memory():
     for chip in CHIPS:
         with faked_chip(chip):
-            assert scalar_decay._wide_state_tiles(128, 64, BF16).stages == (1 if chip == 100 else 2), chip
+            assert scalar_decay._wide_state_tiles(128, 64, BF16).stages == (1 if chip == 100 else 3), chip
+
+
+def test_stages_of_the_scalar_scan_fit_the_chip():
+    stages = {}
+    for chip in CHIPS:
+        with faked_chip(chip):
+            stages[chip] = scalar_decay_gradient._carried_tiles(128, 64, BF16).stages
+    assert stages == {80: 3, 89: 2, 90: 3, 100: 3, 120: 2}
 
 
 def test_rows_in_flight_of_rms_norm_fit_the_chip():

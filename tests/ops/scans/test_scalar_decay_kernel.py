@@ -19,13 +19,6 @@ def test_states_pass_between_blocks():
     compare(SHARED_KEYS, case, documents_of(((100,),), 520))
 
 
-def test_gradients_on_a_chip_with_tensor_memory(monkeypatch):
-    from megalin._triton.scans import scalar_decay_gradient as kernels
-
-    monkeypatch.setattr(kernels, "has_tensor_memory", lambda: True)
-    compare(SHARED_KEYS, Case(130, key=16, value=16, decay=0.01, dtype=torch.bfloat16), documents_of(((100,),), 130))
-
-
 def test_extreme_decay_stays_finite():
     case = Case(100, key=24, value=40, dtype=torch.bfloat16)
     inputs = make_inputs(SHARED_KEYS, case)[0] | initial_state(case)
