@@ -11,6 +11,7 @@ from torch.nn import functional
 from megalin.ops.choices import Activation
 from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.projection_part import ProjectionPart, tensor_of
 from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.norms.gated_layer_norm import apply_gate, gated_layer_norm, layer_norm_of_moments
 from megalin.ops.norms.gated_squares import GatedSquares, gated_squares
@@ -219,7 +220,7 @@ class NormedRowParallelLinear(RowParallelLinear):
         weight = local(self.weight)
         return add_linear(residual, product, weight, squares, width=self.in_features, eps=self.eps)
 
-    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
+    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor | ProjectionPart) -> Tensor:
         """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
         assert self.norm == "rmsnorm", self.norm
         return self._normed_matmul(skip_gated_squares(x, skip, factor, gate, local(self.norm_weight)))
@@ -268,10 +269,10 @@ class GroupNormedRowParallelLinear(RowParallelLinear):
         super().init_weights(initializer)
         initializer(self.norm_weight, "norm_weight", constant(1.0))
 
-    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor) -> Tensor:
+    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor | ProjectionPart) -> Tensor:
         """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
         wide = compute_dtype(x)
-        product = (x.to(wide) + factor * skip.to(wide)) * functional.silu(gate.to(wide))
+        product = (x.to(wide) + factor * skip.to(wide)) * functional.silu(tensor_of(gate).to(wide))
         parts = product.unflatten(-1, (-1, self.group_size))  # [B, T, groups/tp, in/groups]
         normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
         return self.forward((normed.flatten(-2) * local(self.norm_weight).to(wide)).to(x.dtype))

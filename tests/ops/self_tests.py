@@ -43,6 +43,11 @@ def _conv(width: int) -> Items:
     return {"D": width, "W": 4, **dtypes, "activation": "silu"}
 
 
+def _projected(width: int) -> Items:
+    dtypes = dict.fromkeys(("projection", "weight", "bias"), BF16) | {"document_ids": DOCUMENTS}
+    return {"D": width, "W": 4, **dtypes, "readers": 2}
+
+
 def _tpe(width: int, decays: int) -> Items:
     dtypes = {"x": BF16, "coefficients": FP32, "log_decay": FP32, "state": None, "document_ids": DOCUMENTS}
     return {"D": width, "E": decays, **dtypes}
@@ -67,6 +72,7 @@ CASES = {
     ),
     "selective_scan": (_channels(32, 16), _channels(NARROW, 16)),
     "short_conv": (_conv(144), _conv(NARROW)),
+    "projected_conv": (_projected(144), _projected(NARROW)),
     "tpe": (_tpe(NARROW, 128), _tpe(NARROW, NARROW)),
 }
 """By op, a wide case, of more than one tile as those of presets are, and a narrow one."""

@@ -1,7 +1,8 @@
 """MaxNorm, y = f c s x / (max |s x| + eps), optionally with a factor f per row and the cosines c of the row's position.
 
-Bytes: forward reads x and writes y; backward reads x, dy and writes dx; plus four numbers a row and the table of
-cosines once, since rows of equal position are in the same or in consecutive programs.
+Bytes: forward reads x and writes y; backward reads x, dy and writes dx; plus four numbers a row. Programs take rows in
+the order of memory. The table of cosines stays in the L2 cache, which serves it to the rows of all sequences; with wide
+rows, the cache evicts x, dy, y and dx before it.
 """
 
 from __future__ import annotations
@@ -15,52 +16,34 @@ from megalin._triton.dispatch.row_parts import split
 
 
 @triton.jit
-def rows_of_program(rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Row indices of this program, [R] int64; out of range from `rows` on."""
-    program = tl.program_id(0)
-    block = tl.arange(0, BLOCK_ROWS)
-    if SHARED:  # rows b period + t with the same t, which consecutive programs process
-        batch = rows // period
-        blocks = tl.cdiv(batch, BLOCK_ROWS)
-        b = program % blocks * BLOCK_ROWS + block
-        row = b.to(tl.int64) * period + program // blocks
-    else:
-        row = program.to(tl.int64) * BLOCK_ROWS + block
-    return row
+def place_of(position_ptr, row, rows, period):
+    """Row indices in the table of cosines, [R, 1] int64."""
+    return tl.load(position_ptr + row % period, mask=row < rows, other=0).to(tl.int64)[:, None]
 
 
 @triton.jit
-def place_of(position_ptr, row, rows, period, SHARED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Row indices in the table of cosines, [1, 1] or [R, 1] int64."""
-    if SHARED:
-        t = tl.program_id(0) // tl.cdiv(rows // period, BLOCK_ROWS) + tl.zeros([1], dtype=tl.int32)
-        place = tl.load(position_ptr + t)
-    else:
-        place = tl.load(position_ptr + row % period, mask=row < rows, other=0)
-    return place.to(tl.int64)[:, None]
-
-
-@triton.jit
-def load_part(x_ptr, row, rows, column, width):
-    """Loads [R, W] of the rows, zeros out of bounds."""
+def load_part(x_ptr, row, rows, column, width, ONCE: tl.constexpr):
+    """Loads [R, W] of the rows, zeros out of bounds. ONCE: the L2 cache evicts them first."""
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    return tl.load(x_ptr + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+    at = x_ptr + row[:, None] * width + column[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
-def store_part(y_ptr, y, row, rows, column, width):
+def store_part(y_ptr, y, row, rows, column, width, ONCE: tl.constexpr):
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    tl.store(y_ptr + row[:, None] * width + column[None, :], y, mask=mask)
+    at = y_ptr + row[:, None] * width + column[None, :]
+    tl.store(at, y, mask=mask, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
-def load_cosines(cosine_ptr, place, column, width, HEAD_DIM: tl.constexpr):
-    """Loads c [1 or R, W] fp32; one without a table."""
+def load_cosines(cosine_ptr, place, column, width, HEAD_DIM: tl.constexpr, KEEP: tl.constexpr):
+    """Loads c [R, W] fp32; one without a table. KEEP: the L2 cache evicts them last."""
     cosines = 1.0
     if HEAD_DIM > 0:
-        element = (column % HEAD_DIM)[None, :]
+        at = cosine_ptr + place * HEAD_DIM + (column % HEAD_DIM)[None, :]
         inside = (column < width)[None, :] & (place >= 0)
-        cosines = tl.load(cosine_ptr + place * HEAD_DIM + element, mask=inside, other=0.0).to(tl.float32)
+        cosines = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_last" if KEEP else "").to(tl.float32)
     return cosines
 
 
@@ -117,24 +100,27 @@ def forward_kernel(
     width,
     eps,
     HEAD_DIM: tl.constexpr,
-    SHARED: tl.constexpr,
+    KEEP_TABLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     REST_WIDTH: tl.constexpr,
 ):
-    row = rows_of_program(rows, period, SHARED, BLOCK_ROWS)
-    column = tl.arange(0, BLOCK_WIDTH)
-    x = load_part(x_ptr, row, rows, column, width)
-    scale = load_scale(scale_ptr)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     factor, place = 1.0, 0
     if HEAD_DIM > 0:
-        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
-        place = place_of(position_ptr, row, rows, period, SHARED, BLOCK_ROWS)
-    cosines = load_cosines(cosine_ptr, place, column, width, HEAD_DIM)
-    if REST_WIDTH > 0:  # issue all loads before the first reduction, which synchronizes the threads
+        place = place_of(position_ptr, row, rows, period)
+    # All loads are issued before the first reduction, which synchronizes the threads.
+    column = tl.arange(0, BLOCK_WIDTH)
+    x = load_part(x_ptr, row, rows, column, width, KEEP_TABLE)
+    if REST_WIDTH > 0:
         rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
-        rest = load_part(x_ptr, row, rows, rest_column, width)
-        rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM)
+        rest = load_part(x_ptr, row, rows, rest_column, width, KEEP_TABLE)
+    scale = load_scale(scale_ptr)
+    if HEAD_DIM > 0:
+        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
+    cosines = load_cosines(cosine_ptr, place, column, width, HEAD_DIM, KEEP_TABLE)
+    if REST_WIDTH > 0:
+        rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM, KEEP_TABLE)
     key = largest_key(x, column)
     if REST_WIDTH > 0:
         key = tl.maximum(key, largest_key(rest, rest_column))
@@ -143,11 +129,11 @@ def forward_kernel(
     tl.store(peak_ptr + row, peak, mask=row < rows)
     tl.store(index_ptr + row, 65535 - (key & 0xFFFF).to(tl.int32), mask=row < rows)
     inverse = (scale / peak)[:, None]
-    store_part(y_ptr, encode(x.to(tl.float32) * inverse, factor, cosines, HEAD_DIM), row, rows, column, width)
+    y = encode(x.to(tl.float32) * inverse, factor, cosines, HEAD_DIM)
+    store_part(y_ptr, y, row, rows, column, width, KEEP_TABLE)
     if REST_WIDTH > 0:
-        store_part(
-            y_ptr, encode(rest.to(tl.float32) * inverse, factor, rest_cosines, HEAD_DIM), row, rows, rest_column, width
-        )
+        rest_y = encode(rest.to(tl.float32) * inverse, factor, rest_cosines, HEAD_DIM)
+        store_part(y_ptr, rest_y, row, rows, rest_column, width, KEEP_TABLE)
 
 
 @triton.jit
@@ -172,35 +158,37 @@ def backward_kernel(
     period,
     width,
     HEAD_DIM: tl.constexpr,
-    SHARED: tl.constexpr,
+    KEEP_TABLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     REST_WIDTH: tl.constexpr,
 ):
-    row = rows_of_program(rows, period, SHARED, BLOCK_ROWS)
-    column = tl.arange(0, BLOCK_WIDTH)
-    x = load_part(x_ptr, row, rows, column, width).to(tl.float32)
-    dy = load_part(dy_ptr, row, rows, column, width).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     factor, place = 1.0, 0
     if HEAD_DIM > 0:
+        place = place_of(position_ptr, row, rows, period)
+    column = tl.arange(0, BLOCK_WIDTH)
+    x = load_part(x_ptr, row, rows, column, width, KEEP_TABLE).to(tl.float32)
+    dy = load_part(dy_ptr, row, rows, column, width, KEEP_TABLE).to(tl.float32)
+    if HEAD_DIM > 0:
         factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
-        place = place_of(position_ptr, row, rows, period, SHARED, BLOCK_ROWS)
     inverse = load_scale(scale_ptr) / tl.load(peak_ptr + row, mask=row < rows, other=1.0)[:, None]
     index = tl.load(index_ptr + row, mask=row < rows, other=0)[:, None]
-    dy = encode(dy, factor, load_cosines(cosine_ptr, place, column, width, HEAD_DIM), HEAD_DIM)
+    dy = encode(dy, factor, load_cosines(cosine_ptr, place, column, width, HEAD_DIM, KEEP_TABLE), HEAD_DIM)
     unit = x * inverse
     if REST_WIDTH > 0:
         rest_column = BLOCK_WIDTH + tl.arange(0, REST_WIDTH)
-        rest_unit = load_part(x_ptr, row, rows, rest_column, width).to(tl.float32) * inverse
-        rest_dy = load_part(dy_ptr, row, rows, rest_column, width).to(tl.float32)
-        rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM)
+        rest_unit = load_part(x_ptr, row, rows, rest_column, width, KEEP_TABLE).to(tl.float32) * inverse
+        rest_dy = load_part(dy_ptr, row, rows, rest_column, width, KEEP_TABLE).to(tl.float32)
+        rest_cosines = load_cosines(cosine_ptr, place, rest_column, width, HEAD_DIM, KEEP_TABLE)
         rest_dy = encode(rest_dy, factor, rest_cosines, HEAD_DIM)
     pull = tl.sum(dy * unit, axis=1)[:, None]
     if REST_WIDTH > 0:
         pull += tl.sum(rest_dy * rest_unit, axis=1)[:, None]
         rest_dx = gradient(rest_dy, rest_unit, inverse, pull, index, rest_column)
-        store_part(dx_ptr, rest_dx, row, rows, rest_column, width)
-    store_part(dx_ptr, gradient(dy, unit, inverse, pull, index, column), row, rows, column, width)
+        store_part(dx_ptr, rest_dx, row, rows, rest_column, width, KEEP_TABLE)
+    dx = gradient(dy, unit, inverse, pull, index, column)
+    store_part(dx_ptr, dx, row, rows, column, width, KEEP_TABLE)
 
 
 EncodingTensors = tuple[Tensor, Tensor, Tensor]
@@ -208,8 +196,8 @@ EncodingTensors = tuple[Tensor, Tensor, Tensor]
 table of cosines; and that table [positions, K], repeated along the width."""
 
 
-ENCODED_FORWARD = {1024: (4, 4), 2048: (1, 2)}
-"""Padded width -> (rows per program, warps) where the rule of `_launch` is not the fastest, measured on an H200."""
+KEPT_TABLE_WIDTH = 4096
+"""Padded width from which the L2 cache keeps the table of cosines; hints cost narrower rows time on an H100."""
 
 
 def _launch(
@@ -218,23 +206,17 @@ def _launch(
     """Number of programs, period and kernel constants."""
     block_width, rest_width = split(width)
     block_rows = max(1, 2048 // block_width)
-    warps = 32 if block_width > 8192 else 16 if rest_width and backward else min(8, max(4, block_width // 512))
-    period, shared = rows, False
-    if encoding is not None:
-        period = encoding[1].numel()
-        if not backward:
-            block_rows, warps = ENCODED_FORWARD.get(block_width, (block_rows, warps))
-        shared = rows // period >= block_rows
-    programs = period * triton.cdiv(rows // period, block_rows) if shared else triton.cdiv(rows, block_rows)
+    wide = rest_width or (encoding is not None and block_width == 8192)
+    warps = 32 if block_width > 8192 else 16 if wide and backward else min(8, max(4, block_width // 512))
     constants = {
         "HEAD_DIM": 0 if encoding is None else encoding[2].shape[1],
-        "SHARED": shared,
+        "KEEP_TABLE": encoding is not None and block_width >= KEPT_TABLE_WIDTH,
         "BLOCK_ROWS": block_rows,
         "BLOCK_WIDTH": block_width,
         "REST_WIDTH": rest_width,
         "num_warps": warps,
     }
-    return programs, period, constants
+    return triton.cdiv(rows, block_rows), rows if encoding is None else encoding[1].numel(), constants
 
 
 def forward(

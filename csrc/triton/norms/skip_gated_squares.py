@@ -50,7 +50,7 @@ def forward_kernel(
 def backward_kernel(
     dproduct_ptr, dsquares_ptr, x_ptr, skip_ptr, gate_ptr, factor_ptr, weight_ptr,
     dx_ptr, dgate_ptr, partial_ptr,  # partial [2, segments, D] fp32: dfactor, dweight
-    dproduct_row, x_row, skip_row, gate_row, rows, width, segment_rows,
+    dproduct_row, x_row, skip_row, gate_row, dgate_row, rows, width, segment_rows,
     BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * segment_rows
@@ -72,9 +72,9 @@ def backward_kernel(
         u = summed * silu
         du = dproduct * weight + 2.0 * u * dsquares
         dx = du * silu
-        offset = row[:, None] * width + column[None, :]
-        tl.store(dx_ptr + offset, dx, mask=mask)
-        tl.store(dgate_ptr + offset, du * summed * (sigmoid + silu * (1.0 - sigmoid)), mask=mask)
+        tl.store(dx_ptr + row[:, None] * width + column[None, :], dx, mask=mask)
+        dgate = du * summed * (sigmoid + silu * (1.0 - sigmoid))
+        tl.store(dgate_ptr + row[:, None] * dgate_row + column[None, :], dgate, mask=mask)
         dfactor += dx * skip
         dweight += dproduct * u
     at = tl.program_id(0).to(tl.int64) * width + column
@@ -107,18 +107,20 @@ def forward(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tenso
 
 
 def backward(
-    dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes dx, dgate (contiguous), dfactor and dweight; dproduct as x, dsquares [rows] fp32 contiguous."""
+    dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor,
+    dgate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes dx, dfactor and dweight, and writes dgate; dproduct and dgate as x, dsquares [rows] fp32 contiguous."""
     rows, width = x.shape
-    dx, dgate = x.new_empty(rows, width), gate.new_empty(rows, width)
+    dx = x.new_empty(rows, width)
     constants = _backward_constants(width)
     tiles = triton.cdiv(width, constants["BLOCK_WIDTH"])
     segments = min(triton.cdiv(rows, constants["BLOCK_ROWS"]), triton.cdiv(SEGMENTS, tiles))
     partial = x.new_empty(2, segments, width, dtype=torch.float32)
     backward_kernel[(segments, tiles)](
         dproduct, dsquares, x, skip, gate, factor, weight, dx, dgate, partial,
-        dproduct.stride(0), x.stride(0), skip.stride(0), gate.stride(0), rows, width, triton.cdiv(rows, segments),
+        dproduct.stride(0), x.stride(0), skip.stride(0), gate.stride(0), dgate.stride(0), rows, width,
+        triton.cdiv(rows, segments),
         **constants,
     )  # fmt: skip
-    return dx, dgate, partial[0].sum(0).to(factor.dtype), partial[1].sum(0).to(weight.dtype)
+    return dx, partial[0].sum(0).to(factor.dtype), partial[1].sum(0).to(weight.dtype)

@@ -6,13 +6,15 @@
 Each thread loops over the tokens of its channels with the last W - 1 inputs in registers, and the partial gradients of
 as many tokens; both are cleared at a document's start.
 
-Bytes: x and dy are read and dx written, and per tile one partial sum of W + 1 numbers per channel. Each tile reads
-2 W - 2 tokens of x twice and W - 1 of dy.
+Bytes: x, dy and the addends are read and dx written, and per tile one partial sum of W + 1 numbers per channel. Each
+tile reads 2 W - 2 tokens of x twice and W - 1 of dy.
 """
 
 # ruff: noqa: RUF005 (Triton has no starred expressions)
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,14 +40,41 @@ SUM_TILES = 64
 
 @triton.jit
 def _store_gradient(
-    dx_ptr, dstate_ptr, dx, s, begin, end, width, column, inside, TAPS: tl.constexpr, STATE: tl.constexpr
+    dx_ptr, dstate_ptr, dx, s, begin, end, dx_t, width, column, inside, TAPS: tl.constexpr, STATE: tl.constexpr
 ):  # fmt: skip
     """Stores dx_s if begin <= s < end; before the first token, to the gradient of the state."""
     inside = inside & (s >= begin)
-    at = dx_ptr + s * width + column
+    at = dx_ptr + s * dx_t + column
     tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=inside & (s >= 0) & (s < end))
     if STATE:
         tl.store(dstate_ptr + (s + TAPS - 1) * width + column, dx, mask=inside & (s < 0))
+
+
+@triton.jit
+def _load_addends(addend_ptr, second_ptr, first, end, addend_t, column, inside, ROWS: tl.constexpr):
+    """Loads ROWS tokens from `first`, maybe negative, of the other gradients of x; zeros where there are none."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        s = first + r
+        at, within = s * addend_t + column, inside & (s >= 0) & (s < end)
+        row = tl.zeros_like(column).to(tl.float32)
+        if addend_ptr is not None:
+            row = tl.load(addend_ptr + at, mask=within, other=0.0)
+        second = tl.zeros_like(row)
+        if second_ptr is not None:
+            second = tl.load(second_ptr + at, mask=within, other=0.0)
+        rows = rows + ((row, second),)
+    return rows
+
+
+@triton.jit
+def _sum(dx, addends, addend_ptr, second_ptr):
+    """dx and the other gradients, in fp32."""
+    if addend_ptr is not None:
+        dx += addends[0].to(tl.float32)
+    if second_ptr is not None:
+        dx += addends[1].to(tl.float32)
+    return dx
 
 
 @triton.jit
@@ -96,21 +125,26 @@ def _add(sums, factor, terms, TERMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length"])
 def backward_kernel(
-    dy_ptr, dnext_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, documents_ptr,
-    dx_ptr, dstate_ptr, partial_ptr,  # [B, T, D], [B, W - 1, D], [B tiles, W + 1, D] fp32
-    dy_b, dy_t, x_b, x_t, length, width,
+    dy_ptr, dnext_ptr, addend_ptr, second_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, documents_ptr,
+    dx_ptr, dstate_ptr, partial_ptr,  # [B, T, D] strided, [B, W - 1, D], [B tiles, W + 1, D] fp32
+    dy_b, dy_t, x_b, x_t, dx_b, dx_t, length, width,
     TAPS: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
     FINAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of this tile's inputs, and its partial sums of those of the taps (the newest input's first) and bias.
 
-    waiting[k - 1] is the partial sum of dx_{t-k}; it is complete where a document starts.
+    waiting[k - 1] is the partial sum of dx_{t-k}; it is complete where a document starts. The addends [B, T, D]
+    contiguous, other gradients of x, are added where dx is stored.
     """
     batch, first, batch_tile, column = place(length, width, BLOCK_T, BLOCK_D)
     inside = column < width
     x_ptr += batch * x_b + first * x_t
     dy_ptr += batch * dy_b + first * dy_t
-    dx_ptr += (batch * length + first) * width
+    dx_ptr += batch * dx_b + first * dx_t
+    if addend_ptr is not None:
+        addend_ptr += (batch * length + first) * width
+    if second_ptr is not None:
+        second_ptr += (batch * length + first) * width
     before = batch * (TAPS - 1) * width
     if STATE:
         state_ptr += before
@@ -140,11 +174,15 @@ def backward_kernel(
     # Loads of the next tokens are in flight while these are computed.
     next_xs = load_rows(x_ptr, 0, end, x_t, column, inside, ROWS)
     next_dys = load_rows(dy_ptr, 0, end, dy_t, column, inside, ROWS)
+    next_addends = _load_addends(addend_ptr, second_ptr, 1 - TAPS, end, width, column, inside, ROWS)
     next_documents = load_documents(documents_ptr, 0, length, ROWS, DOCUMENTS)
     for start in range(0, end, ROWS):
-        xs, dys, documents = next_xs, next_dys, next_documents
+        xs, dys, addends, documents = next_xs, next_dys, next_addends, next_documents
         next_xs = load_rows(x_ptr, start + ROWS, end, x_t, column, inside, ROWS)
         next_dys = load_rows(dy_ptr, start + ROWS, end, dy_t, column, inside, ROWS)
+        next_addends = _load_addends(
+            addend_ptr, second_ptr, start + ROWS - (TAPS - 1), end, width, column, inside, ROWS
+        )
         next_documents = load_documents(documents_ptr, start + ROWS, length, ROWS, DOCUMENTS)
         # Summed over ROWS tokens first: one long sum would have a larger rounding error than the reference.
         some = (nothing,) * (TAPS + 1)
@@ -152,10 +190,10 @@ def backward_kernel(
             t = start + r
             # Past the last token the partial sums are complete, too.
             if (t == length) | (documents[r] != document):
+                last = _load_addends(addend_ptr, second_ptr, t - (TAPS - 1), end, width, column, inside, TAPS - 1)
                 for k in tl.static_range(1, TAPS):
-                    _store_gradient(
-                        dx_ptr, dstate_ptr, waiting[k - 1], t - k, begin, end, width, column, inside, TAPS, STATE
-                    )
+                    dx = _sum(waiting[k - 1], last[TAPS - 1 - k], addend_ptr, second_ptr)
+                    _store_gradient(dx_ptr, dstate_ptr, dx, t - k, begin, end, dx_t, width, column, inside, TAPS, STATE)
                 begin, document = t, documents[r]
                 window, waiting = (nothing,) * (TAPS - 1), (nothing,) * (TAPS - 1)
             x = xs[r].to(tl.float32)
@@ -164,8 +202,9 @@ def backward_kernel(
                 dnext_ptr, documents_ptr, t, lowest, length, width, column, inside, TAPS, FINAL, DOCUMENTS
             )
             moved = _pass_on(dp, own, waiting, taps, TAPS)
+            dx = _sum(moved[TAPS - 1], addends[r], addend_ptr, second_ptr)
             _store_gradient(
-                dx_ptr, dstate_ptr, moved[TAPS - 1], t - (TAPS - 1), begin, end, width, column, inside, TAPS, STATE
+                dx_ptr, dstate_ptr, dx, t - (TAPS - 1), begin, end, dx_t, width, column, inside, TAPS, STATE
             )
             inputs = (x,) + window
             window, waiting = inputs[: TAPS - 1], moved[: TAPS - 1]
@@ -177,6 +216,7 @@ def backward_kernel(
     behind = tl.cdiv(end, ROWS) * ROWS
     xs = load_rows(x_ptr, behind, length, x_t, column, inside, TAPS - 1)
     dys = load_rows(dy_ptr, behind, length, dy_t, column, inside, TAPS - 1)
+    addends = _load_addends(addend_ptr, second_ptr, behind - (TAPS - 1), end, width, column, inside, TAPS - 1)
     documents = load_documents(documents_ptr, behind, length, TAPS - 1, DOCUMENTS)
     goes_on = behind < length
     for r in tl.static_range(TAPS - 1):
@@ -185,9 +225,8 @@ def backward_kernel(
         x = xs[r].to(tl.float32)
         dp = tl.where(goes_on, _gradient(x, dys[r], window, taps, bias, TAPS, SILU), 0.0)
         moved = _pass_on(dp, nothing, waiting, taps, TAPS)
-        _store_gradient(
-            dx_ptr, dstate_ptr, moved[TAPS - 1], t - (TAPS - 1), begin, end, width, column, inside, TAPS, STATE
-        )
+        dx = _sum(moved[TAPS - 1], addends[r], addend_ptr, second_ptr)
+        _store_gradient(dx_ptr, dstate_ptr, dx, t - (TAPS - 1), begin, end, dx_t, width, column, inside, TAPS, STATE)
         window, waiting = (x,) + window[: TAPS - 2], moved[: TAPS - 1]
 
 
@@ -217,22 +256,25 @@ def _table(taps: int) -> dict[str, int]:
 
 def backward(
     dy: Tensor, dnext: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
-    documents: Tensor | None, *, silu: bool,
+    documents: Tensor | None, *, silu: bool, into: Tensor | None = None, addends: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (contiguous), the weight, a bias, and the state (empty if there is none).
+    """Returns the gradients of x, the weight, a bias, and the state (empty if there is none).
 
-    dy as x, dnext as state, the rest as in `forward`.
+    dy as x, dnext as state, the rest as in `forward`. The gradient of x is `into` [B, T, D], with its last dimension
+    contiguous, or a new contiguous tensor; it includes `addends`, at most two [B, T, D] contiguous.
     """
     batch, length, width = x.shape
     taps = weight.shape[1]
     tiles = batch * triton.cdiv(length, BACKWARD["BLOCK_T"])
-    dx, dstate = x.new_empty(batch, length, width), x.new_empty(0, dtype=torch.float32)
+    dx = x.new_empty(batch, length, width) if into is None else into
+    dstate = x.new_empty(0, dtype=torch.float32)
     if state is not None:
         dstate = torch.empty_like(state)
     partial = x.new_empty(tiles, taps + 1, width, dtype=torch.float32)
+    addend, second = (*addends, None, None)[:2]
     backward_kernel[(tiles * triton.cdiv(width, BACKWARD["BLOCK_D"]),)](
-        dy, dnext, x, weight, bias, state, documents, dx, dstate, partial,
-        *dy.stride()[:2], *x.stride()[:2], length, width,
+        dy, dnext, addend, second, x, weight, bias, state, documents, dx, dstate, partial,
+        *dy.stride()[:2], *x.stride()[:2], *dx.stride()[:2], length, width,
         TAPS=taps, SILU=silu, BIAS=bias is not None, STATE=state is not None, DOCUMENTS=documents is not None,
         FINAL=dnext is not None, **_table(taps),
     )  # fmt: skip

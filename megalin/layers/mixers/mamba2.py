@@ -16,7 +16,9 @@ from megalin.layers.halo import entering_inputs
 from megalin.layers.mixer_configs.mamba2 import Mamba2Config
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.projection_part import ProjectionPart
 from megalin.ops.gates.scaled_heads import scaled_heads
+from megalin.ops.scans.projected_conv import projected_conv
 from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
 from megalin.ops.scans.short_conv import short_conv
 from megalin.parallel.initialisation import Initializer, constant, normal, uniform
@@ -52,8 +54,17 @@ class _ScanInputs(NamedTuple):
     log_decay: Tensor  # [B, T, H/tp]
     time_step: Tensor  # [B, T, H/tp]
     x: Tensor  # [B, T, H/tp, P]
-    gate: Tensor  # [B, T, M/tp]
-    conv_states: tuple[Tensor, Tensor]  # [B, taps - 1, M/tp], [B, taps - 1, 2 G N or 2 G/tp N]
+    gate: Tensor | ProjectionPart  # [B, T, M/tp]
+    conv_states: tuple[Tensor, ...]  # [B, taps - 1, M/tp], [B, taps - 1, 2 G N or 2 G/tp N]; empty where none was given
+
+
+class _Convolved(NamedTuple):
+    """Results of the convolutions, and the gate of the same projection."""
+
+    x: Tensor  # [B, T, M/tp]
+    bc: Tensor  # [B, T, 2 G N or 2 G/tp N]
+    gate: Tensor | ProjectionPart  # [B, T, M/tp]
+    states: tuple[Tensor, ...]  # of x and of [B | C]; empty where none was given
 
 
 class Mamba2(Mixer):
@@ -156,21 +167,40 @@ class Mamba2(Mixer):
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, state: State | None) -> _ScanInputs:
         entered = self.tp.enter(x)
-        gate, x = self.zx(entered)  # [B, T, M/tp]
         (step,) = self.time_step(entered)  # [B, T, H/tp]
         bc_map, bc_conv_weight, bc_conv_bias = map(self._group_rows, (self.bc, self.bc_conv_weight, self.bc_conv_bias))
         bc = functional.linear(entered, bc_map)  # [B, T, 2 G N or 2 G/tp N]
-        documents, states = context.documents.ids, state[:2] if state else self._entering_inputs(x, bc, context)
-        conv = short_conv(x, local(self.conv_weight), local(self.conv_bias), state=states[0], document_ids=documents)
-        bc_conv = short_conv(bc, bc_conv_weight, bc_conv_bias, state=states[1], document_ids=documents)
-        k, q = bc_conv.output.unflatten(-1, (2, self.local_groups, -1)).unbind(-3)  # [B, T, 1 or G/tp, N]
+        bc_weights = (bc_conv_weight, bc_conv_bias)
+        conv = self._convolved(entered, bc, bc_weights, context, state)
+        k, q = conv.bc.unflatten(-1, (2, self.local_groups, -1)).unbind(-3)  # [B, T, 1 or G/tp, N]
         if self.local_groups > 1:
             k, q = (y.repeat_interleave(self.local_heads // self.local_groups, dim=2) for y in (k, q))
         a_log, step_bias, _ = context.full_precision
         step = functional.softplus(step.to(compute_dtype(step)) + step_bias)
-        heads = conv.output.unflatten(-1, (self.local_heads, self.config.head_dim))
+        heads = conv.x.unflatten(-1, (self.local_heads, self.config.head_dim))
         v, log_decay = scaled_heads(heads, step), -torch.exp(a_log) * step
-        return _ScanInputs(q, k, v, log_decay, step, heads, gate, (conv.state, bc_conv.state))
+        return _ScanInputs(q, k, v, log_decay, step, heads, conv.gate, conv.states)
+
+    def _convolved(
+        self,
+        entered: Tensor,
+        bc: Tensor,
+        bc_weights: tuple[Tensor, Tensor],
+        context: MixerContext,
+        state: State | None,
+    ) -> _Convolved:
+        """x and [B | C] after their convolutions, and the gate."""
+        documents, weights = context.documents.ids, (local(self.conv_weight), local(self.conv_bias))
+        if state is None and context.documents.shard is None:
+            # A full sequence from its start: the gradients of the gate and of x are written as one.
+            found = projected_conv(self.zx(entered, split_parts=False), *weights, part=1, document_ids=documents)
+            bc_conv = short_conv(bc, *bc_weights, document_ids=documents)
+            return _Convolved(found.output, bc_conv.output, found.other, ())
+        gate, x = self.zx(entered)  # [B, T, M/tp]
+        states = state[:2] if state else self._entering_inputs(x, bc, context)
+        conv = short_conv(x, *weights, state=states[0], document_ids=documents)
+        bc_conv = short_conv(bc, *bc_weights, state=states[1], document_ids=documents)
+        return _Convolved(conv.output, bc_conv.output, gate, (conv.state, bc_conv.state))
 
     def _group_rows(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of B and C, B first. Those of one group meet the heads of all ranks."""

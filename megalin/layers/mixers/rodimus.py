@@ -18,9 +18,11 @@ from megalin.layers.mixer_configs.rodimus import RodimusConfig
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.short_conv import ShortConv
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.projection_part import ProjectionPart
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
 from megalin.ops.scans.fixed_decay import decay_scan_flops
+from megalin.ops.scans.projected_conv import projected_conv
 from megalin.ops.scans.short_conv import ShortConvOutput
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.ops.scans.vector_decay_step import vector_decay_step
@@ -70,8 +72,8 @@ class _ScanInputs(NamedTuple):
     v: Tensor  # [B, T, 1, M/tp]
     log_decay: Tensor  # [B, T, 1, N]
     x_conv: Tensor  # [B, T, M/tp]
-    gate: Tensor  # [B, T, M/tp]
-    conv_state: Tensor  # [B, taps - 1, M/tp]
+    gate: Tensor | ProjectionPart  # [B, T, M/tp]
+    conv_state: tuple[Tensor, ...]  # [B, taps - 1, M/tp]; empty where none was given
 
 
 class Rodimus(Mixer):
@@ -139,14 +141,14 @@ class Rodimus(Mixer):
             chunk_size=self.config.chunk_size,
         )
         y = self._output(scan.output, inputs, context)
-        return MixerOutput(y, () if state is None else (inputs.conv_state, scan.state))
+        return MixerOutput(y, () if state is None else (*inputs.conv_state, scan.state))
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0])
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
         scale, in_place = self.config.scale, context.in_place
         scan = vector_decay_step(q, k, v, log_decay, state[1], scale=scale, in_place=in_place)
-        return MixerOutput(self._output(scan.output[:, None], inputs, context), (inputs.conv_state, scan.state))
+        return MixerOutput(self._output(scan.output[:, None], inputs, context), (*inputs.conv_state, scan.state))
 
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
         """log alpha [B, T, 1, N]; g, tau and g^tau of the keys, and beta-hat of the values, [B, T, 1, M/tp]."""
@@ -175,9 +177,36 @@ class Rodimus(Mixer):
         return convolved
 
     def _scan_inputs(self, x: Tensor, context: MixerContext, conv_state: Tensor | None) -> _ScanInputs:
+        if conv_state is None and context.documents.shard is None:
+            return self._joined_scan_inputs(x, context)
         x, gate = self.fc(x, gather_input=True)  # [B, T, M/tp]
         conv = self._convolved(x, context, conv_state)
-        q, k, log_decay, code = self._contracted(x, conv.output, context.full_precision[1:])
+        return self._selected(x, x, conv.output, gate, context, (conv.state,))
+
+    def _joined_scan_inputs(self, x: Tensor, context: MixerContext) -> _ScanInputs:
+        """Those of a full sequence from its start: both halves' gradients are written as one."""
+        reads_logits = self.rank > 0 or self.config.query_key_input != "convolved"
+        conv = projected_conv(
+            self.fc(x, gather_input=True, split_parts=False),
+            local(self.conv.weight),
+            local(self.conv.bias),
+            part=0,
+            readers=1 + reads_logits,
+            document_ids=context.documents.ids,
+        )
+        return self._selected(conv.inputs[0], conv.inputs[-1], conv.output, conv.other, context, ())
+
+    def _selected(
+        self,
+        x: Tensor,
+        x_logits: Tensor,
+        x_conv: Tensor,
+        gate: Tensor | ProjectionPart,
+        context: MixerContext,
+        conv_state: tuple[Tensor, ...],
+    ) -> _ScanInputs:
+        """Inputs of the scan from x [B, T, M/tp], once for the values and once for the logits, and x'."""
+        q, k, log_decay, code = self._contracted(x_logits, x_conv, context.full_precision[1:])
         v = x
         if self.rank:
             # Recomputing v in the backward, one pass over x, costs less than keeping it.
@@ -191,7 +220,7 @@ class Rodimus(Mixer):
                 preserve_rng_state=False,
             )
         q, k, v, log_decay = (y[:, :, None] for y in (q, k, v, log_decay))  # one head
-        return _ScanInputs(q, k, v, log_decay, conv.output, gate, conv.state)
+        return _ScanInputs(q, k, v, log_decay, x_conv, gate, conv_state)
 
     def _logits(self, x: Tensor, x_conv: Tensor) -> dict[str, Tensor]:
         """[q | k] [B, T, 2 N], the gates before their bias, and the code x W_1 [B, T, L], in full on every rank, in at

@@ -11,8 +11,10 @@ from torch import Tensor
 from megalin.errors import KernelError
 
 
-def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers the decorated function as torch.ops.megalin.<name>, and returns that op; it changes no argument.
+def custom_op(
+    name: str, fake: Callable[..., Any], *, mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Registers the decorated function as torch.ops.megalin.<name>, and returns that op.
 
     The function's annotations are the op's schema. No output may be an argument or a view of one: tests check this with
     `torch.library.opcheck`, where `torch.library.custom_op` checks it in every call.
@@ -23,6 +25,7 @@ def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
     Args:
         fake: takes the op's positional arguments and returns empty tensors of the outputs' shapes and dtypes; it names
             the arguments that it reads, and takes the others as `*_`.
+        mutates: names of the arguments that the op writes; by default it changes none.
     """
     qualified = f"megalin::{name}"
 
@@ -33,7 +36,7 @@ def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
                 raise KernelError(f'{qualified} has no derivative; use backend "reference" for second derivatives')
             return function(*arguments)
 
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
         torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(qualified, "CompositeExplicitAutograd", kernel)
         torch.library.register_fake(qualified, fake)

@@ -14,12 +14,19 @@ from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
+from megalin.ops.dispatch.projection_part import ProjectionPart, tensor_of
 from megalin.ops.dispatch.self_test import ROWS, bound_of, compare, sample
 from megalin.ops.norms.gated_squares import GatedSquares
 
 
 def skip_gated_squares(
-    x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor, *, backend: Backend = "auto"
+    x: Tensor,
+    skip: Tensor,
+    factor: Tensor,
+    gate: Tensor | ProjectionPart,
+    weight: Tensor,
+    *,
+    backend: Backend = "auto",
 ) -> GatedSquares:
     """Computes u w and sum_j u_j^2, u = (x + d s) silu(g): the ops of Rodimus and Mamba-2 from scan to output matmul.
 
@@ -27,7 +34,7 @@ def skip_gated_squares(
         x: [..., D].
         skip: s [..., D].
         factor: d [D].
-        gate: g [..., D], before its silu.
+        gate: g [..., D], before its silu; as a part of a projection, its gradient is that part of the projection's.
         weight: w [D], of the norm.
         backend: implementation to run; compiled ones take fp32, bf16 and fp16.
 
@@ -39,13 +46,17 @@ def skip_gated_squares(
         KernelError: an explicit backend that cannot run.
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
-    rows = {"x": (x, "*D"), "skip": (skip, "*D"), "gate": (gate, "*D")}
+    own = tensor_of(gate)
+    rows = {"x": (x, "*D"), "skip": (skip, "*D"), "gate": (own, "*D")}
     case = check_operands("skip_gated_squares", rows | {"factor": (factor, "D"), "weight": (weight, "D")}, "D")
-    reason = _unsupported(x, skip, factor, gate, weight)
+    reason = _unsupported(x, skip, factor, own, weight)
     choice = backends.choose("skip_gated_squares", backend, x.device.type, reason, case=case)
     if choice == "reference":
-        return skip_gated_squares_reference(x, skip, factor, gate, weight)
-    product, squares = _forward(_rows(x), _rows(skip), factor.contiguous(), _rows(gate), weight.contiguous())
+        return skip_gated_squares_reference(x, skip, factor, own, weight)
+    gates, part = _rows(own)[:, None], 0
+    if isinstance(gate, ProjectionPart):
+        gates, part = gate.whole.flatten(0, -3), gate.part
+    product, squares = _forward(_rows(x), _rows(skip), factor.contiguous(), gates, weight.contiguous(), part)
     return GatedSquares(product.view(x.shape), squares.view(x.shape[:-1]))
 
 
@@ -69,41 +80,59 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _fake_forward(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+def _fake_forward(x: Tensor, skip: Tensor, factor: Tensor, gates: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return gates.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @custom_op("skip_gated_squares", _fake_forward)
-def _forward(x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(
+    x: Tensor, skip: Tensor, factor: Tensor, gates: Tensor, weight: Tensor, part: int
+) -> tuple[Tensor, Tensor]:
+    """The op of rows; gates [rows, P, D], one of whose parts is the gate."""
     from megalin._triton.norms import skip_gated_squares as kernels
 
-    return kernels.forward(x, skip, gate, factor, weight)
+    return kernels.forward(x, skip, gates[:, part], factor, weight)
 
 
-def _fake_backward(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, x, _, factor, gate, weight = inputs
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), torch.empty_like(factor), torch.empty_like(weight)
+def _fake_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, x, _, factor, gates, weight, _ = inputs
+    return x.new_empty(x.shape), gates.new_empty(gates.shape), torch.empty_like(factor), torch.empty_like(weight)
 
 
 @custom_op("skip_gated_squares_backward", _fake_backward)
 def _backward(
-    dproduct: Tensor, dsquares: Tensor, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor, weight: Tensor
+    dproduct: Tensor,
+    dsquares: Tensor,
+    x: Tensor,
+    skip: Tensor,
+    factor: Tensor,
+    gates: Tensor,
+    weight: Tensor,
+    part: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate, factor and weight; that of skip is factor times the first."""
+    """Gradients of x, gates, factor and weight; that of skip is factor times the first.
+
+    That of gates [rows, P, D] is defined in the gate's part alone (`ProjectionPart`).
+    """
     from megalin._triton.norms import skip_gated_squares as kernels
 
-    return kernels.backward(_rows(dproduct), dsquares.contiguous(), x, skip, gate, factor, weight)
+    dgates = gates.new_empty(gates.shape)
+    dx, dfactor, dweight = kernels.backward(
+        _rows(dproduct), dsquares.contiguous(), x, skip, gates[:, part], factor, weight, dgates[:, part]
+    )
+    return dx, dgates, dfactor, dweight
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.part = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor, ...]:
-    x, skip, factor, gate, weight = ctx.saved_tensors
-    dx, dgate, dfactor, dweight = _backward(dproduct, dsquares, x, skip, factor, gate, weight)
+def _differentiate(ctx: Any, dproduct: Tensor, dsquares: Tensor) -> tuple[Tensor | None, ...]:
+    x, skip, factor, gates, weight = ctx.saved_tensors
+    dx, dgates, dfactor, dweight = _backward(dproduct, dsquares, x, skip, factor, gates, weight, ctx.part)
     # Outside the kernel, so that a compiled block adds it to skip's other gradients without writing it.
-    return dx, (factor * dx).to(skip.dtype), dfactor, dgate, dweight
+    return dx, (factor * dx).to(skip.dtype), dfactor, dgates, dweight, None
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
@@ -116,7 +145,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
     ]
 
     def function(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return _forward(x, skip, factor, gate, weight)
+        return _forward(x, skip, factor, gate[:, None], weight, 0)
 
     def reference(x: Tensor, skip: Tensor, gate: Tensor, factor: Tensor, weight: Tensor) -> GatedSquares:
         return skip_gated_squares_reference(x, skip, factor, gate, weight)

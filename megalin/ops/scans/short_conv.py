@@ -92,7 +92,9 @@ def _compiled_conv(
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
     before = None if state is None else state.float().contiguous()
     bias = None if bias is None else bias.contiguous()
-    return ShortConvOutput(*_forward(_rows(x), weight.contiguous(), bias, before, documents, activation == "silu"))
+    return ShortConvOutput(
+        *short_conv_forward(_rows(x), weight.contiguous(), bias, before, documents, activation == "silu")
+    )
 
 
 def short_conv_reference(
@@ -175,7 +177,7 @@ def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tens
 
 
 @custom_op("short_conv", _fake_forward)
-def _forward(
+def short_conv_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, document_ids: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     from megalin._triton.scans import short_conv as kernels
@@ -221,7 +223,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[
     return dx, dweight, None if bias is None else dbias.to(bias.dtype), None if state is None else dinitial, None, None
 
 
-torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
+torch.library.register_autograd(short_conv_forward, _differentiate, setup_context=_save)
 
 
 def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:

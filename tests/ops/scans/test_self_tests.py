@@ -58,6 +58,7 @@ WRONG = [
     ("short_conv", "gradient 1", ("sum_kernel", "dweight_ptr", 128, 0)),
     ("short_conv", "gradient 2", ("sum_kernel", "dbias_ptr", 128)),
     ("short_conv", "gradient 3", ("backward_kernel", "dstate_ptr", 128)),
+    ("projected_conv", "gradient 0", ("backward_kernel", "dx_ptr", 128)),
     ("tpe", "output 0", ("states_kernel", "state_ptr", 64, -1, {"REVERSE": False})),
     ("tpe", "output 1", ("scan_kernel", "leaving_ptr", 64)),
     ("tpe", "gradient 0", ("states_kernel", "state_ptr", 64, -1, {"REVERSE": True})),
