@@ -18,7 +18,7 @@ from megalin._triton.scans.vector_decay import (
     _scores_constants,
     _strides,
 )
-from megalin._triton.scans.vector_decay_chunk import gradients_kernel, products_kernel, scores_kernel
+from megalin._triton.scans.vector_decay_chunk import gradients_kernel, products, scores_kernel
 
 
 def scores(
@@ -67,9 +67,9 @@ def steep_products_kernel(
     length, num_chunks, heads,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """products_kernel of chunks of kind 0."""
+    """`products` of chunks of kind 0."""
     if tl.load(kind_ptr + tl.program_id(0)) == 0:
-        products_kernel(
+        products(
             v_ptr, do_ptr, states_ptr, dstates_ptr,
             dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
             v_b, v_t, v_h, do_b, do_t, do_h,

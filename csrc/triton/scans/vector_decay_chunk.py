@@ -148,8 +148,8 @@ def scores_kernel(
     tl.store(scores_ptr + block * CHUNK + row[:, None] * CHUNK + column[None, :], scores.to(DTYPE))
 
 
-@triton.jit(do_not_specialize=["length", "num_chunks"])
-def products_kernel(
+@triton.jit
+def products(
     v_ptr, do_ptr, states_ptr, dstates_ptr,  # states entering, and gradients of states leaving: [B, H, N, K, V]
     dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,  # of the results of scores_kernel
     v_b, v_t, v_h, do_b, do_t, do_h,
@@ -195,6 +195,23 @@ def products_kernel(
         dscores = tl.where(row[:, None] > column[None, :], dscores, 0.0)
         pairs = row[:, None] * CHUNK + column[None, :]
         tl.store(dscores_ptr + block * CHUNK + pairs, dscores.to(dscores_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["length", "num_chunks"])
+def products_kernel(
+    v_ptr, do_ptr, states_ptr, dstates_ptr,
+    dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
+    v_b, v_t, v_h, do_b, do_t, do_h,
+    length, num_chunks, heads,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`products` of every chunk."""
+    products(
+        v_ptr, do_ptr, states_ptr, dstates_ptr,
+        dq_start_ptr, dk_end_ptr, dscores_ptr, dself_ptr, dthrough_ptr,
+        v_b, v_t, v_h, do_b, do_t, do_h,
+        length, num_chunks, heads, K, V, BLOCK_K, BLOCK_V,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])

@@ -77,7 +77,7 @@ def forget_gate_scan(
     assert shard is None or initial_state is None, "initial_state and shard are exclusive"
     op = "forget_gate_scan" if shard is None else "split_forget_gate_scan"
     limits: dict[Compiled, str] = {"cuda": forget_gate_cuda.limit(q, logit, v)}
-    choice = backends.choose(op, backend, v.device.type, _unsupported(q, logit, v, bound), limits, case)
+    choice = backends.choose(op, backend, v.device.type, _unsupported(q, logit, v, bound), limits=limits, case=case)
     options: dict[str, Any] = {"scale": scale, "initial_state": initial_state, "document_ids": document_ids}
     options |= {"shard": shard, "state_gradient": state_gradient}
     if choice != "reference":
