@@ -7,6 +7,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "decay_scan": ("scans.fixed_decay_sweep",),
     "decay_state": ("scans.fixed_decay_state", "scans.fixed_decay_sweep.block_state_kernel"),
     "decode_steps": ("decoding", "scans.fixed_decay_step", "scans.vector_decay_step"),
+    "forget_gate_scan": ("scans.forget_gate_steep",),
     "forget_gates": ("gates.forget_gates",),
     "gated_product": ("gates.gated_product", "quantized_gated_product"),
     "gated_squares": ("norms.gated_squares",),
@@ -26,12 +27,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "skip_gated_squares": ("norms.skip_gated_squares",),
     "srmsnorm": ("norms.srmsnorm",),
     "tpe": ("scans.tpe",),
-    "vector_decay_scan": (
-        "scans.vector_decay_chunk",
-        "scans.vector_decay_mild",
-        "scans.vector_decay_sweep",
-        "scans.forget_gate_steep",
-    ),
+    "vector_decay_scan": ("scans.vector_decay_chunk", "scans.vector_decay_mild", "scans.vector_decay_sweep"),
 }
 """Op -> beginnings of the names of its kernels."""
 
