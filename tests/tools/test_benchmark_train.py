@@ -308,21 +308,6 @@ def test_context_parallel_ranks_hold_consecutive_shards_of_a_sample():
     assert not torch.equal(shards[0][0].tokens, of_rank(1, 0)[0].tokens)
 
 
-def test_batches_for_a_gpu_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch):
-    """A copy from other memory waits for the step before, which training does not do."""
-    from train_benchmarks import batches
-    from train_benchmarks.engine import run_config
-
-    run = run_config("tnl-1b", [*TINY, BLOCKS, "data.sequence_length=12"], 1)
-    locked: list[int] = []
-    monkeypatch.setattr(batches, "pinned", lambda batch: locked.append(id(batch)) or batch)
-    monkeypatch.setattr(batches, "batch_to", lambda batch, device: (id(batch) in locked, device.type))
-    for device in ("cuda", "cpu"):
-        cp = ContextParallel(Axis("cp", 1, 0))
-        mesh = SimpleNamespace(samples=SimpleNamespace(rank=0, size=1), cp=cp, device=torch.device(device))
-        assert batches.random_batches(run, mesh) == [(device == "cuda", device)]
-
-
 def test_steps_are_plotted_with_and_without_roofline_and_baseline(tmp_path):
     from plot_training import plot
 

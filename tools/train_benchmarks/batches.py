@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, pinned, split_tokens
+from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
 from megalin.model.config import AnyModelConfig, EncoderConfig
 from megalin.model.encoder import MASKED_FRACTION
 from megalin.parallel.mesh import Mesh
@@ -15,16 +15,12 @@ from megalin.train.config import RunConfig
 
 
 def random_batches(run: RunConfig, mesh: Mesh, *, step: int = 0, document_length: int | None = None) -> list[AnyBatch]:
-    """This rank's tokens of the micro-batches of a step; other tokens in each step.
-
-    They come from pinned memory, as in training: a copy from other memory would wait for the step before.
-    """
+    """This rank's tokens of the micro-batches of a step; other tokens in each step."""
     generator = torch.Generator().manual_seed(step * mesh.samples.size + mesh.samples.rank)
     size = run.train.micro_batch_size
     count = run.train.global_batch_size // (size * mesh.samples.size)
     make = partial(random_batch, run.model, size, run.data.sequence_length, generator, document_length=document_length)
-    batches = (split_tokens(make(), mesh.cp) for _ in range(count))
-    return [batch_to(pinned(batch) if mesh.device.type == "cuda" else batch, mesh.device) for batch in batches]
+    return [batch_to(split_tokens(make(), mesh.cp), mesh.device) for _ in range(count)]
 
 
 def random_batch(
