@@ -87,9 +87,10 @@ class TrainConfig(Config):
     short for the host to launch in time; the bits are the same. The graph's memory stays reserved: an evaluation needs
     memory of its own. Not with pp, the deepspeed engine, or mixers for which the host reads document boundaries. true:
     in any other run, and compiled blocks of tensor parallelism start their collectives early. auto: on one GPU, if a
-    step has at most 32 micro-batches, no mixer of another package and no wait of the host for the GPU, if 1.5 times its
+    step has at most 32 micro-batches, no mixer of another package and no wait of the host for the GPU, if 1.1 times its
     memory is free, and if the graph adds at most 10 % or 256 MiB to what eager steps reserve; a line at the start of
-    the run, and one after three steps, say which of these is missing."""
+    the run, and one after three steps, say which of these is missing. With less than 1.5 times its memory, evaluations
+    drop the graph, and the next step captures it again."""
     evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)

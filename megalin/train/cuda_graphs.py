@@ -23,6 +23,7 @@ from megalin.train.graph_choice import (
     allocator_obstacle,
     chosen_line,
     growth_obstacle,
+    leaves_no_evaluation,
     memory_obstacle,
     refused_line,
     waits_obstacle,
@@ -43,7 +44,8 @@ class GradientGraph:
     steps; the weights that it reads must keep theirs.
 
     Where it is `automatic`, in a run of one rank, it stays eager if the host waits for the device in a step, or if the
-    graph would take too much memory (docs/adr/0021-automatic-cuda-graphs.md); `report_lines` has the reason.
+    graph would take too much memory, and drops a graph before evaluations if little memory is left
+    (docs/adr/0021-automatic-cuda-graphs.md); `report_lines` has the reason.
 
     Raises:
         ConfigError: no GPU, or settings under which a captured collective reads unmapped memory.
@@ -62,7 +64,8 @@ class GradientGraph:
         self._stream = torch.cuda.Stream(mesh.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
-        self._automatic, self._refused = automatic, False
+        self._automatic, self._refused, self._is_chosen = automatic, False, not automatic
+        self._is_dropped_for_evaluations = False
         self._waits: list[str] = []
         self._reserved = 0
         self._lines: list[str] = []
@@ -90,10 +93,10 @@ class GradientGraph:
             return self._warm_up(batches)
         refresh_weight_copies(self._model)  # neither captured nor checked by the graph
         if self._graph is None and not self._refused:
-            if self._automatic:
-                self._choose(batches)
-            else:
+            if self._is_chosen:
                 self._graph = self._record(batches)
+            else:
+                self._choose(batches)
         if self._graph is None:
             return accumulate_gradients(self._model, batches, self._mesh, self._loss_scale)
         shapes = [_shapes(batch) for batch in batches]
@@ -104,6 +107,11 @@ class GradientGraph:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         return self._result
+
+    def before_evaluation(self) -> None:
+        """Drops an automatic graph that leaves too little memory for an evaluation; the next step captures it again."""
+        if self._graph is not None and self._is_dropped_for_evaluations:
+            self._drop()
 
     def close(self) -> None:
         """Frees the graph; a process group whose collectives it contains would wait for it at shutdown."""
@@ -144,16 +152,18 @@ class GradientGraph:
             captured = torch.cuda.memory_reserved(device)
             obstacle = growth_obstacle(eager, captured)
         if obstacle is None:
-            self._lines.append(chosen_line(eager, captured))
+            self._is_chosen, self._is_dropped_for_evaluations = True, leaves_no_evaluation(memory)
+            self._lines.append(chosen_line(eager, captured, is_dropped=self._is_dropped_for_evaluations))
         else:
             self._refused = True
             self._drop()
             self._lines.append(refused_line(obstacle))
 
     def _drop(self) -> None:
-        """Frees the graph and its memory, so that the next step runs eagerly."""
+        """Frees the graph and its memory, after its last replay."""
         if self._graph is None:
             return
+        torch.cuda.synchronize(self._mesh.device)
         self.close()
         for parameter, _ in self._gradients:
             parameter.grad = None

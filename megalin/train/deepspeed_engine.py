@@ -202,6 +202,9 @@ class DeepSpeedEngine:
     def report_lines(self) -> list[str]:
         return []
 
+    def before_evaluation(self) -> None:
+        pass
+
     def tensors(self) -> Mapping[str, Tensor]:
         tensors: dict[str, Tensor] = {name: self._shard(name, self._get(name, None)) for name in self._parameters}
         (count,) = {int(state["step"]) for state in self._optimizer.state.values()}

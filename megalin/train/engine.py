@@ -70,6 +70,9 @@ class Engine(Protocol):
     def report_lines(self) -> list[str]:
         """Lines on choices that were made in the steps since the last call, for people."""
 
+    def before_evaluation(self) -> None:
+        """Frees memory that steps keep, where an evaluation needs it; steps allocate it again."""
+
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint."""
 
@@ -209,6 +212,10 @@ class FullyShardedEngine:
 
     def report_lines(self) -> list[str]:
         return [] if self._graph is None else self._graph.report_lines()
+
+    def before_evaluation(self) -> None:
+        if self._graph is not None:
+            self._graph.before_evaluation()
 
     def tensors(self) -> Mapping[str, Tensor]:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()

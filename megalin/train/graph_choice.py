@@ -11,9 +11,12 @@ if TYPE_CHECKING:
 MOST_MICRO_BATCHES = 32
 """Micro-batches a step up to which a graph is chosen: each one adds all of its kernels to the graph, which then takes
 longer to capture and more memory of its own."""
-FREE_RATIO = 1.5
-"""Free memory of the device, in multiples of a step's, from which a graph is chosen. A capture allocates that of a step
-once; the rest is for evaluations, which cannot use what a graph keeps."""
+CAPTURE_RATIO = 1.1
+"""Free memory of the device, in multiples of a step's, from which a graph is chosen: a capture allocates that of a step
+once, and the update, which runs next to it, allocates little."""
+EVALUATION_RATIO = 1.5
+"""Free memory, in multiples of a step's, from which the graph stays during evaluations, which cannot use what it keeps;
+with less it is dropped before an evaluation, and captured again after it."""
 MOST_GROWTH = 0.1
 """Fraction by which a graph may raise the memory that eager steps reserve."""
 GRANULARITY_BYTES = 2**28
@@ -99,12 +102,17 @@ def automatic_obstacle(
 def memory_obstacle(memory: StepMemory) -> str | None:
     """Reason for which a graph would leave too little memory; None: it can be captured."""
     step = memory.reserved - memory.kept
-    if memory.free >= FREE_RATIO * step:
+    if memory.free >= CAPTURE_RATIO * step:
         return None
     return (
-        f"a graph keeps the {_gib(step)} of a step, and {_gib(memory.free)} are free, less than {FREE_RATIO:g} times "
-        f"that{_FORCED}"
+        f"a graph keeps the {_gib(step)} of a step, and {_gib(memory.free)} are free, less than {CAPTURE_RATIO:g} "
+        f"times that{_FORCED}"
     )
+
+
+def leaves_no_evaluation(memory: StepMemory) -> bool:
+    """Whether a graph must be dropped before evaluations, to make room for them."""
+    return memory.free < EVALUATION_RATIO * (memory.reserved - memory.kept)
 
 
 def waits_obstacle(places: Sequence[str]) -> str | None:
@@ -132,9 +140,11 @@ def choice_line(config: RunConfig, *, device: str, world_size: int, environment:
     return refused_line(obstacle) if obstacle else "CUDA graphs: after three steps, if memory allows"
 
 
-def chosen_line(eager: int, captured: int) -> str:
-    """Line after the capture of a graph that "auto" chose, with the bytes of `growth_obstacle`."""
-    return f"CUDA graphs: one launch a step from here on; {_gib(captured)} reserved, {_gib(eager)} by eager steps"
+def chosen_line(eager: int, captured: int, *, is_dropped: bool) -> str:
+    """Line after the capture of a graph that "auto" chose, with the bytes of `growth_obstacle`; `is_dropped` before
+    evaluations."""
+    line = f"CUDA graphs: one launch a step from here on; {_gib(captured)} reserved, {_gib(eager)} by eager steps"
+    return line + "; dropped before an evaluation, to make room for it, and captured again after it" * is_dropped
 
 
 def refused_line(obstacle: str) -> str:

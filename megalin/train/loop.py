@@ -32,7 +32,7 @@ from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections
 from megalin.train.host_memory import report_host_memory
 from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, naming_samples
-from megalin.train.initial_weights import InitialWeights, find_initial_weights, load_initial_weights
+from megalin.train.initial_weights import find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.preemption import PreemptionHandler
 from megalin.train.replicas import ReplicaCheck
@@ -122,9 +122,7 @@ class TrainingLoop:
         self.model = self.engine.model
         self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
         self._saves = RunSaves(config, run, self.engine, mesh.launches, saver)
-        self.initial_weights: InitialWeights | None = None
-        if source is not None:
-            self.initial_weights = load_initial_weights(source, config, self.engine)
+        self.initial_weights = None if source is None else load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
         compares = config.train.compare_replicas_every_steps and config.train.engine == "fsdp2"
         self._replicas = ReplicaCheck(mesh, self.engine.tensors() if compares else {})
@@ -306,6 +304,7 @@ class TrainingLoop:
         train = self.config.train
         if self.validation is None or not self._due.evaluation(step):
             return None
+        self.engine.before_evaluation()
         batches = train.evaluate_batches
         loader = ValidationLoader(
             self.validation,
@@ -321,6 +320,7 @@ class TrainingLoop:
         """Results of the tasks where they are due, else none."""
         if self.tasks is None or not self._due.tasks(step):
             return {}
+        self.engine.before_evaluation()
         with self._heartbeat.in_phase("tasks"):
             return self.tasks.run(self.model, self.mesh, step=step)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megalin.parallel.process_group import process_group
-from megalin.train import cuda_graphs
+from megalin.train import cuda_graphs, graph_choice
 from megalin.train.config import load_run_config
-from megalin.train.cuda_graphs import WARM_UP_STEPS
+from megalin.train.cuda_graphs import WARM_UP_STEPS, GradientGraph
 from megalin.train.loop import train
 from tests.gpu.graph_runs import PRESETS
 from tests.gpu.ranks import needs_gpus, on_gpus
@@ -82,6 +82,16 @@ def test_one_gpu_replays_steps_by_default(tmp_path, monkeypatch, capsys, overrid
     output = capsys.readouterr().out
     assert "CUDA graphs: after three steps, if memory allows" in output
     assert "CUDA graphs: one launch a step from here on" in output
+
+
+def test_a_graph_without_room_for_evaluations_is_captured_again_after_each(tmp_path, monkeypatch, capsys):
+    replays, captures, record = count_replays(monkeypatch), [], GradientGraph._record
+    monkeypatch.setattr(graph_choice, "EVALUATION_RATIO", 1e9)
+    monkeypatch.setattr(GradientGraph, "_record", lambda *given: (captures.append(1), record(*given))[1])
+    assert_equal_runs(*automatic_and_eager(tmp_path, "checkpoint.background=true"))
+    assert len(replays) == STEPS - WARM_UP_STEPS
+    assert len(captures) == 1 + (STEPS - 1) // 5
+    assert "dropped before an evaluation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("refused", ["memory_obstacle", "growth_obstacle"])

@@ -23,6 +23,7 @@ from megalin.train.graph_choice import (
     automatic_obstacle,
     choice_line,
     growth_obstacle,
+    leaves_no_evaluation,
     memory_obstacle,
 )
 from tests.cases import TOY, build, model
@@ -125,11 +126,16 @@ def test_a_run_without_automatic_graphs_has_a_reason(config, options, reason):
     assert re.search(reason, obstacle(config, **options) or "")
 
 
-def test_memory_of_one_and_a_half_steps_must_be_free():
-    assert memory_obstacle(StepMemory(5 * GIB, GIB, 6 * GIB)) is None
-    reason = memory_obstacle(StepMemory(5 * GIB, GIB, 6 * GIB - 1))
+def test_memory_of_a_step_and_a_tenth_must_be_free():
+    assert memory_obstacle(StepMemory(11 * GIB, GIB, 11 * GIB)) is None
+    reason = memory_obstacle(StepMemory(11 * GIB, GIB, 11 * GIB - 1))
     assert reason is not None
-    assert "keeps the 4.00 GiB of a step, and 6.00 GiB are free, less than 1.5 times" in reason
+    assert "keeps the 10.00 GiB of a step, and 11.00 GiB are free, less than 1.1 times" in reason
+
+
+def test_a_graph_stays_during_evaluations_where_memory_of_one_and_a_half_steps_is_free():
+    assert not leaves_no_evaluation(StepMemory(11 * GIB, GIB, 15 * GIB))
+    assert leaves_no_evaluation(StepMemory(11 * GIB, GIB, 15 * GIB - 1))
 
 
 def test_a_graph_may_add_a_tenth_or_the_granularity_of_the_allocator():
@@ -197,8 +203,27 @@ def test_an_automatic_graph_replays_after_the_eager_steps_and_one_capture(monkey
     assert device.run(1) == []
 
 
-def test_steps_are_eager_where_memory_is_short(monkeypatch):
+def test_a_graph_is_dropped_before_evaluations_where_they_need_its_memory(monkeypatch):
     device = FakeDevice(monkeypatch, captured=4 * GIB, free=4 * GIB)
+    (line,) = device.run(WARM_UP_STEPS + 1)
+    assert "dropped before an evaluation, to make room for it, and captured again after it" in line
+    device.graph.before_evaluation()
+    assert (device.reserved, device.graph.is_captured) == (GIB, False)
+    assert all(parameter.grad is None for parameter in device.model.parameters())
+    assert device.run(2) == []
+    assert (device.reserved, device.eager_calls, device.replays) == (4 * GIB, WARM_UP_STEPS + 2, 3)
+
+
+@pytest.mark.parametrize("free", [100 * GIB, int(4.5 * GIB)])
+def test_a_graph_stays_during_evaluations_where_both_have_room(monkeypatch, free):
+    device = FakeDevice(monkeypatch, captured=4 * GIB, free=free)
+    device.run(WARM_UP_STEPS + 1)
+    device.graph.before_evaluation()
+    assert device.graph.is_captured
+
+
+def test_steps_are_eager_where_memory_is_short(monkeypatch):
+    device = FakeDevice(monkeypatch, captured=4 * GIB, free=3 * GIB)
     (line,) = device.run(6)
     assert "CUDA graphs: none: a graph keeps the 3.00 GiB of a step" in line
     assert (device.eager_calls, device.replays, device.graph.is_captured) == (6, 0, False)

@@ -278,6 +278,9 @@ class EagerGraph:
     def report_lines(self) -> list[str]:
         return []
 
+    def before_evaluation(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
