@@ -104,7 +104,7 @@ class _KernelAdamW(_LocalAdamW):
             copies = [self._copies.get(p) for p in group["params"] if p.grad is not None]
             zero, (beta1, beta2) = torch.zeros((), device=weights[0].device), group["betas"]
             skip = zero if self.found_inf is None else self.found_inf
-            torch._foreach_add_(steps, 1 - skip)
+            torch._foreach_add_(steps, [1 - skip] * len(steps))
             adamw_update(
                 UpdateTensors(
                     weights,

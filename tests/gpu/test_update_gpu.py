@@ -162,3 +162,25 @@ def test_no_copy_is_stale_after_a_rollback(config, tmp_path, options):
         engine.load(Checkpoint(path, read_manifest(path)))
         assert losses(engine, 6) == expected
         engine.close()
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("train.cuda_graphs=true",), ("train.dtype=float16",)], ids=["eager", "graph", "float16"]
+)
+def test_a_step_is_launched_while_the_device_is_busy(config, options):
+    with process_group(this_gpu()):
+        engine = make_engine(config, *options)
+        losses(engine, 5)
+        batches = [make_batch()] * 2
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)
+        before = torch.cuda.Event()
+        before.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step = engine.step(batches, learning_rate=1e-2, step=6)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not before.query(), "the host has waited for the device"
+        step.wait()
+        engine.close()

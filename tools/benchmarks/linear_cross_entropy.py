@@ -78,7 +78,7 @@ def _baselines() -> dict[str, BenchmarkFunction]:
             return [loss]
 
         found["QuACK"] = lambda x, weight, labels: quack(x, weight, labels, 4096)  # its default
-        found["QuACK, 2048 tokens"] = lambda x, weight, labels: quack(x, weight, labels, 2048)
+        found["QuACK, 8192 tokens"] = lambda x, weight, labels: quack(x, weight, labels, 8192)
     if importlib.util.find_spec("fla") is not None:
         from fla.modules import FusedCrossEntropyLoss
 
