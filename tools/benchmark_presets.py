@@ -3,19 +3,21 @@
 python tools/benchmark_presets.py FOLDER
 python tools/benchmark_presets.py FOLDER --batch 2 --seconds 250 --presets hgrn2-1b danet-large
 python tools/benchmark_presets.py FOLDER train.dtype=float16 --without-baselines
-python tools/benchmark_presets.py FOLDER --without-baselines gla-1.3b rodimus-1.3b
+python tools/benchmark_presets.py FOLDER --within 540 --without-baselines gla-1.3b rodimus-1.3b
 
 Each preset runs `benchmark_train --roofline` on one GPU: its steps as it trains, with CUDA graphs where they apply,
 eager ones for both bounds, and another library's model. A preset goes to the next GPU that is free, the longest first;
 every GPU has an equal share of the CPUs. A process that takes longer than --seconds is killed with its children; what
-it had measured counts. FOLDER receives the output of each process, steps.json with every result, and steps.md, which is
-also printed. Exit code 1 if a preset has no result.
+it had measured counts. With --within no process starts, or runs on, after so many seconds. FOLDER receives the output
+of each process, steps.json with every result, and steps.md, which is also printed. Exit code 1 if a preset has no
+result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import re
@@ -52,15 +54,15 @@ class PageModel(NamedTuple):
 
 _RMSNORM = tuple(f"model.{place}norm=rmsnorm" for place in ("", "layers.0.sublayers.0.", "layers.0.sublayers.1."))
 PRESETS = (
+    PageModel("mamba2-1b", "fla"),
+    PageModel("hgrn2-1b", "fla"),
+    PageModel("retnet-1.3b", "fla"),
+    PageModel("tnl-1b", "fla"),
+    PageModel("llama-1b", "transformers", _RMSNORM, "RMSNorm"),
+    PageModel("cosformer2-1b", "fla"),
     PageModel("gla-1.3b", "fla"),
     PageModel("rodimus-1.3b", "fla"),
-    PageModel("mamba2-1b", "fla"),
-    PageModel("retnet-1.3b", "fla"),
-    PageModel("hgrn2-1b", "fla"),
-    PageModel("tnl-1b", "fla"),
-    PageModel("cosformer2-1b", "fla"),
     PageModel("rodimus_plus-1.6b"),
-    PageModel("llama-1b", "transformers", _RMSNORM, "RMSNorm"),
     PageModel("transnormerllm-1b"),
     PageModel("llama-1b", note="LayerNorm"),
     PageModel("danet-large", note="64 x 512 tokens", batch=("train.micro_batch_size=64", "data.sequence_length=512")),
@@ -78,12 +80,15 @@ class Measured(NamedTuple):
 class Runner:
     """Runs commands on one GPU, on its share of the CPUs."""
 
-    def __init__(self, folder: Path, gpu: str, cpus: Sequence[int], seconds: float) -> None:
-        self._folder, self._gpu, self._cpus, self._seconds = folder, gpu, cpus, seconds
+    def __init__(self, folder: Path, gpu: str, cpus: Sequence[int], seconds: float, end: float) -> None:
+        self._folder, self._gpu, self._cpus, self._seconds, self._end = folder, gpu, cpus, seconds, end
 
     def last_result(self, name: str, command: Sequence[str]) -> dict[str, Any]:
         """Runs `command` with its output in FOLDER/name.txt; the last line of JSON there, {} without one."""
         output, began = self._folder / f"{name}.txt", time.monotonic()
+        seconds = min(self._seconds, self._end - began)
+        if seconds <= 0:
+            return {}
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": self._gpu, "OMP_NUM_THREADS": "4"}
         with output.open("wb") as sink:
             process = subprocess.Popen(
@@ -91,7 +96,7 @@ class Runner:
             )
             os.sched_setaffinity(process.pid, self._cpus)
             try:
-                code = str(process.wait(self._seconds))
+                code = str(process.wait(seconds))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 code = f"killed by {process.wait()}"
@@ -127,11 +132,11 @@ def measure_all(presets: Sequence[PageModel], gpus: Sequence[str], arguments: ar
         waiting.put(index)
     found: dict[int, Measured] = {}
     cpus = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cpus) // len(gpus))
+    share, end = max(1, len(cpus) // len(gpus)), time.monotonic() + arguments.within
 
     def work(number: int) -> None:
         mine = cpus[number * share : (number + 1) * share] or cpus
-        runner = Runner(arguments.folder, gpus[number], mine, arguments.seconds)
+        runner = Runner(arguments.folder, gpus[number], mine, arguments.seconds, end)
         while True:
             try:
                 index = waiting.get_nowait()
@@ -204,6 +209,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help=f"sequences of {LENGTH} tokens a step (4)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps (12)")
     parser.add_argument("--seconds", type=float, default=300.0, help="longest time of a process (300)")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds until all processes have ended (any)")
     parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (all)")
     parser.add_argument(
         "--without-baselines", nargs="*", choices=names, metavar="NAME", help="no other library for these (for all)"

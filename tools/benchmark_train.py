@@ -1,5 +1,5 @@
-"""Training speed of a config on random tokens: tokens/s, TFLOP/s, memory. Prints one JSON line at the end, and before
-a baseline, whose compilation takes minutes, one without it.
+"""Training speed of a config on random tokens: tokens/s, TFLOP/s, memory. Prints one JSON line at the end, and of what
+was measured so far before a baseline, whose compilation takes minutes, and after each of its variants.
 
 Takes a preset or a config file, and overrides of the run config. A preset has dtype bfloat16, micro-batches of 4
 sequences of 8192 tokens, and one of them a step on each data-parallel rank. A run's config file is timed with its own
@@ -34,6 +34,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -191,8 +192,9 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
         release_memory()
     if arguments.baseline:
         print(json.dumps(result), flush=True)
-        baseline = measure_baseline(arguments, run, mesh)
-        result |= {"baseline": baseline, "times_baseline": rate / float(baseline["tokens_per_second"])}
+        for baseline in measure_baseline(arguments, run, mesh):
+            result |= {"baseline": baseline, "times_baseline": rate / float(baseline["tokens_per_second"])}
+            print(json.dumps(result), flush=True)
     return result
 
 
@@ -273,8 +275,9 @@ def describe_roofline(roofline: Roofline, step_seconds: float) -> dict[str, Any]
     }
 
 
-def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Times the baseline's step with the same clock, on the same tokens: the fastest of the library's variants.
+def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """Times the baseline's step with the same clock, on the same tokens: after each of the library's variants the
+    fastest so far.
 
     Raises:
         ConfigError: as `build_baseline`, or no variant runs.
@@ -285,7 +288,8 @@ def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) 
         with scans_by_fla():
             timing = measure_ours(argparse.Namespace(**{**vars(arguments), "roofline": False}), run, mesh).timing
         own = describe_baseline(run, "our model on its scan", run.train.global_batch_size, timing, mesh)
-        return {"library": arguments.baseline, **own}
+        yield {"library": arguments.baseline, **own}
+        return
     found: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for variant in VARIANTS[arguments.baseline]:
@@ -297,11 +301,12 @@ def measure_baseline(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) 
         except FAILURES as error:
             failed[variant] = f"{type(error).__name__}: {error}"[:500]
         release_memory()
+        if found:
+            found.sort(key=lambda row: row["step_seconds_median"])
+            others = {row["variant"]: row["step_seconds_median"] for row in found[1:]}
+            yield {"library": arguments.baseline, **found[0], "slower_variants": others, "failed_variants": failed}
     if not found:
         raise ConfigError(f"--baseline {arguments.baseline}: no variant runs: {failed}; leave --baseline out")
-    found.sort(key=lambda row: row["step_seconds_median"])
-    others = {row["variant"]: row["step_seconds_median"] for row in found[1:]}
-    return {"library": arguments.baseline, **found[0], "slower_variants": others, "failed_variants": failed}
 
 
 def measure_variant(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh, variant: str) -> dict[str, Any]:

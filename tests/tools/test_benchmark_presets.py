@@ -36,7 +36,7 @@ def benchmark(monkeypatch, tmp_path):
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(benchmark_presets, "BENCHMARK", tmp_path / "fake.py")
     arguments = argparse.Namespace(
-        folder=tmp_path, overrides=["a=b"], batch=2, steps=9, seconds=20.0, without_baselines=[]
+        folder=tmp_path, overrides=["a=b"], batch=2, steps=9, seconds=20.0, within=60.0, without_baselines=[]
     )
     return benchmark_presets, arguments
 
@@ -76,6 +76,18 @@ def test_a_process_beyond_the_limit_is_killed_with_its_children_and_keeps_what_i
     assert gla.result["lower_bound_milliseconds"] == 300.0
     assert "baseline" not in gla.result
     assert danet.result == {}
+
+
+def test_no_process_starts_or_runs_on_after_the_end(benchmark, tmp_path):
+    module, arguments = benchmark
+    arguments.within = 2.0
+    began = time.monotonic()
+    gla, danet = module.measure_all(_presets(module, "gla-1.3b", "danet-large"), ["0"], arguments)
+    assert time.monotonic() - began < 15.0
+    assert _ends(_sleeping)
+    assert gla.result["lower_bound_milliseconds"] == 300.0
+    assert danet.result == {}
+    assert not (tmp_path / "danet-large-64-x-512-tokens.txt").exists()
 
 
 def test_a_preset_without_a_result_is_a_row_and_fails_the_tool(benchmark, tmp_path, capsys):

@@ -95,13 +95,14 @@ def test_the_fastest_variant_of_a_library_is_its_baseline(monkeypatch):
 
     monkeypatch.setattr(benchmark_train, "measure_variant", measure)
     options = Namespace(**{**vars(OPTIONS), "baseline": "fla"})
-    found = benchmark_train.measure_baseline(options, run, None)
+    first, *_, found = benchmark_train.measure_baseline(options, run, None)
+    assert (first["variant"], first["slower_variants"]) == ("slow", {})
     assert (found["variant"], found["step_seconds_median"]) == ("fast", 2.0)
     assert found["slower_variants"] == {"slow": 3.0}
     assert found["failed_variants"] == {"broken": "RuntimeError: no kernel"}
     seconds.clear()
     with pytest.raises(ConfigError, match=r"no variant runs.*no kernel.*leave --baseline out"):
-        benchmark_train.measure_baseline(options, run, None)
+        next(benchmark_train.measure_baseline(options, run, None))
 
 
 def test_our_own_model_as_a_baseline_names_the_library_of_its_scan(monkeypatch):
@@ -112,7 +113,7 @@ def test_our_own_model_as_a_baseline_names_the_library_of_its_scan(monkeypatch):
     monkeypatch.setattr(benchmark_train, "measure_ours", lambda *_: SimpleNamespace(timing=timing))
     monkeypatch.setattr(benchmark_train.torch.cuda, "reset_peak_memory_stats", lambda: None)
     options, mesh = Namespace(**{**vars(OPTIONS), "baseline": "fla"}), SimpleNamespace(device=torch.device("cpu"))
-    found = benchmark_train.measure_baseline(options, run, mesh)
+    (found,) = benchmark_train.measure_baseline(options, run, mesh)
     assert (found["library"], found["class"], found["tokens_per_second"]) == (
         "fla",
         "our model on its scan",
