@@ -43,8 +43,8 @@ class MixerConfig(Config):
 
     @property
     def host_reads_documents(self) -> bool:
-        """True where the mixer reads the documents' offsets (`SequenceDocuments.packed`, `in_window`), for which the
-        host waits for the device once a batch; CUDA graphs exclude that."""
+        """True where the mixer reads the documents' offsets (`SequenceDocuments.packed`, `in_window`): the host reads
+        the ids of each batch. CUDA graphs are then valid within bounds of the documents, and only on one rank."""
         return False
 
     @property

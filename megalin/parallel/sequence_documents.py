@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megalin.ops.attention.local import block_ids
-from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
+from megalin.ops.documents import UNPACKED, PackedDocuments, document_bounds, find_documents
 from megalin.ops.scans.transition import ShardDocuments
 from megalin.parallel.context_parallel import ContextParallel, FullSequenceInfo
 
@@ -92,15 +92,25 @@ class SequenceDocuments:
 
     def in_blocks(self, block: int, *, offsets: bool = True) -> PackedDocuments:
         """Blocks of `block` tokens of each document of the full sequences, as documents; UNPACKED where each
-        sequence is one document. The host waits for the device, unless without offsets."""
+        sequence is one document. The host reads the documents alone, as for `packed`, and nothing without offsets."""
         ids = self.full_sequence.document_ids
         if ids is None:
             return UNPACKED
         if (key := (block, offsets)) not in self._blocks:
-            blocks = block_ids(ids.shape[1], block=block, document_ids=ids, device=ids.device)
-            self._blocks[key] = find_documents(blocks) if offsets else PackedDocuments(blocks)
+            self._blocks[key] = self._find_blocks(ids, block) if offsets else PackedDocuments(_blocks(ids, block))
         return self._blocks[key]
+
+    def _find_blocks(self, ids: Tensor, block: int) -> PackedDocuments:
+        bounds = document_bounds(ids)
+        if bounds is None:
+            return UNPACKED
+        return find_documents(_blocks(ids, block), bounds.blocks(block, ids.numel()))
 
     def local_view(self) -> DocumentView:
         """The view of recurrent mixers: this rank's tokens, and the documents at the ends of the ranks' shards."""
         return DocumentView(self.ids, self.valid, self.shard)
+
+
+def _blocks(ids: Tensor, block: int) -> Tensor:
+    """[B, T] block of each token, non-decreasing: document ids [B, T], tokens of a block."""
+    return block_ids(ids.shape[1], block=block, document_ids=ids, device=ids.device)

@@ -25,9 +25,11 @@ from megalin.train.graph_choice import (
     growth_obstacle,
     leaves_no_evaluation,
     memory_obstacle,
+    recaptures_obstacle,
     refused_line,
     waits_obstacle,
 )
+from megalin.train.graph_documents import GraphDocuments
 from megalin.train.step import accumulate_gradients
 
 WARM_UP_STEPS = 3
@@ -43,6 +45,9 @@ class GradientGraph:
     collectives included, so the same bits. The graph's outputs, activations and gradients, keep their memory between
     steps; the weights that it reads must keep theirs.
 
+    With attention that `reads_documents` a graph is valid within bounds of a step's documents (`GraphDocuments`). A
+    step outside of them drops it and runs eagerly, and the next step within the new ones is captured again.
+
     Where it is `automatic`, in a run of one rank, it stays eager if the host waits for the device in a step, or if the
     graph would take too much memory, and drops a graph before evaluations if little memory is left
     (docs/adr/0021-automatic-cuda-graphs.md); `report_lines` has the reason.
@@ -51,8 +56,17 @@ class GradientGraph:
         ConfigError: no GPU, or settings under which a captured collective reads unmapped memory.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, loss_scale: Tensor | None = None, *, automatic: bool = False) -> None:
-        """`loss_scale` [] keeps its memory, as the weights do."""
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        loss_scale: Tensor | None = None,
+        *,
+        automatic: bool = False,
+        reads_documents: bool = False,
+    ) -> None:
+        """`loss_scale` [] keeps its memory, as the weights do. `reads_documents`: a mixer reads the offsets of
+        documents (`MixerConfig.host_reads_documents`)."""
         if mesh.device.type != "cuda":
             raise ConfigError(
                 f"train.cuda_graphs = true, but this run computes on a {mesh.device.type} device, which has no "
@@ -66,6 +80,8 @@ class GradientGraph:
         self._eager_steps = 0
         self._automatic, self._refused, self._is_chosen = automatic, False, not automatic
         self._is_dropped_for_evaluations = False
+        self._documents = GraphDocuments() if reads_documents else None
+        self._replays, self._drops = 0, 0
         self._waits: list[str] = []
         self._reserved = 0
         self._lines: list[str] = []
@@ -88,9 +104,13 @@ class GradientGraph:
         Raises:
             ConfigError: the capture of an automatic graph failed.
         """
+        is_within = self._documents is None or self._refused or self._documents.admit(batches)
         if self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
-            return self._warm_up(batches)
+            return self._run_eagerly(batches, is_measured=self._automatic and self._eager_steps == WARM_UP_STEPS)
+        if not is_within:
+            self._drop_for_documents()
+            return self._run_eagerly(batches)
         refresh_weight_copies(self._model)  # neither captured nor checked by the graph
         if self._graph is None and not self._refused:
             if self._is_chosen:
@@ -104,6 +124,7 @@ class GradientGraph:
         for recorded, batch in zip(self._batches, batches, strict=True):
             map_fields(Tensor.copy_, recorded, batch)
         self._graph.replay()
+        self._replays += 1
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         return self._result
@@ -119,10 +140,9 @@ class GradientGraph:
             self._graph.reset()
             self._graph = None
 
-    def _warm_up(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:
-        """Runs eagerly on the CUDA stream of the capture, so that autograd nodes record no other stream. The last of
-        these steps starts without cached memory, to reserve what a step takes."""
-        is_measured = self._automatic and self._eager_steps == WARM_UP_STEPS
+    def _run_eagerly(self, batches: Sequence[AnyBatch], *, is_measured: bool = False) -> tuple[Tensor, Tensor]:
+        """Runs eagerly on the CUDA stream of the capture, so that autograd nodes record no other stream. A measured
+        step starts without cached memory, to reserve what a step takes."""
         if is_measured:
             torch.cuda.empty_cache()
         outside = torch.cuda.current_stream()
@@ -159,6 +179,17 @@ class GradientGraph:
             self._drop()
             self._lines.append(refused_line(obstacle))
 
+    def _drop_for_documents(self) -> None:
+        """Drops the graph before a step for which it is not valid; where that happens too often, for the whole run."""
+        if self._graph is None:
+            return
+        self._drops += 1
+        self._drop()
+        obstacle = recaptures_obstacle(drops=self._drops, replays=self._replays) if self._automatic else None
+        if obstacle is not None:
+            self._refused = True
+            self._lines.append(refused_line(obstacle))
+
     def _drop(self) -> None:
         """Frees the graph and its memory, after its last replay."""
         if self._graph is None:
@@ -174,6 +205,8 @@ class GradientGraph:
         """Captures without running; stores the graph's own batches, gradients and result."""
         current().enter("capture")
         self._batches = [map_fields(Tensor.clone, batch) for batch in batches]
+        if self._documents is not None:
+            self._documents.declare(self._batches)
         graph = torch.cuda.CUDAGraph()
         # Meanwhile other threads pin batches and watch NCCL.
         recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")

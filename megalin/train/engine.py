@@ -26,7 +26,7 @@ from megalin.train.compute_dtypes import COMPUTE_DTYPES
 from megalin.train.config import RunConfig
 from megalin.train.cuda_graphs import GradientGraph
 from megalin.train.float8 import check_float8_device, float8_settings, report_matmuls
-from megalin.train.graph_choice import automatic_obstacle
+from megalin.train.graph_choice import automatic_obstacle, mixers_that_read_documents
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
 from megalin.train.spikes import SPIKES_PREFIX, SpikeGuard, make_spike_guard
@@ -158,7 +158,8 @@ class FullyShardedEngine:
             return None
         assert not isinstance(self.model, Pipeline), config.parallel
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        return GradientGraph(self.model, self._mesh, scale, automatic=automatic)
+        reads = bool(mixers_that_read_documents(config))
+        return GradientGraph(self.model, self._mesh, scale, automatic=automatic, reads_documents=reads)
 
     @property
     def replays(self) -> bool:

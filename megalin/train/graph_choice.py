@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from megalin.errors import ConfigError
+
 if TYPE_CHECKING:
     from megalin.train.config import RunConfig
 
@@ -19,6 +21,11 @@ EVALUATION_RATIO = 1.5
 with less it is dropped before an evaluation, and captured again after it."""
 MOST_GROWTH = 0.1
 """Fraction by which a graph may raise the memory that eager steps reserve."""
+MOST_DROPS = 8
+"""Drops of a graph, for documents of batches outside of its bounds, after which replays are counted: as many as the
+bounds grow in most runs."""
+LEAST_REPLAYS = 16
+"""Replays a drop on average with which a graph is captured again: that takes about as long as two eager steps."""
 GRANULARITY_BYTES = 2**28
 """Growth that is always allowed: it lies within the sizes in which the allocator reserves memory."""
 _FORCED = "; train.cuda_graphs = true overrides this"
@@ -54,11 +61,22 @@ def config_obstacles(config: RunConfig) -> Iterator[Obstacle]:
         yield Obstacle(
             'train.reduction = "tree", which takes the gradients of each micro-batch', 'reduction = "collective"'
         )
+
+
+def mixers_that_read_documents(config: RunConfig) -> list[str]:
+    """Types of the mixers for which the host reads document boundaries."""
     sublayers = [sublayer for _, block in config.model.blocks() for sublayer in block.sublayers]
-    if reading := {sublayer.type for sublayer in sublayers if sublayer.host_reads_documents}:
-        yield Obstacle(
-            f"the mixer {', '.join(sorted(reading))}, for which the host reads the document boundaries of each batch",
-            'backend = "mask" in its config',
+    return sorted({sublayer.type for sublayer in sublayers if sublayer.host_reads_documents})
+
+
+def check_graph_ranks(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError with cuda_graphs = true on several ranks if the host reads document boundaries: the ranks
+    would replay and run eagerly in different steps."""
+    if config.train.cuda_graphs is True and world_size > 1 and (reading := mixers_that_read_documents(config)):
+        raise ConfigError(
+            f"train.cuda_graphs = true with the mixer {', '.join(reading)}, for which the host reads the document "
+            f'boundaries of each batch, on {world_size} ranks; use cuda_graphs = false, or backend = "mask" in its '
+            "config"
         )
 
 
@@ -127,6 +145,16 @@ def growth_obstacle(eager: int, captured: int) -> str | None:
     return (
         f"with a graph the run reserves {_gib(captured)}, more than {MOST_GROWTH:.0%} above the {_gib(eager)} of eager "
         f"steps{_FORCED}"
+    )
+
+
+def recaptures_obstacle(*, drops: int, replays: int) -> str | None:
+    """Reason to capture no graph again: it was dropped for the documents of batches, and replayed, so many times."""
+    if drops <= MOST_DROPS or replays >= LEAST_REPLAYS * drops:
+        return None
+    return (
+        f"sequences of one document and packed ones take other kernels, and changed {drops} times in {replays} "
+        f"replays{_FORCED}"
     )
 
 

@@ -17,6 +17,7 @@ from megalin.train.config import RunConfig, TrainConfig
 from megalin.train.deepspeed_config import check_deepspeed_version
 from megalin.train.deepspeed_settings import deepspeed_settings
 from megalin.train.float8 import check_float8_layers, float8_settings
+from megalin.train.graph_choice import check_graph_ranks
 from megalin.train.reduction import check_tree_ranks
 
 
@@ -26,11 +27,13 @@ def check_launch(config: RunConfig, world_size: int) -> None:
     Raises:
         ConfigError: the mesh does not fit the ranks; or all that apply of: the batch does not fit the data axis or the
             pipeline; a size of the model is not divisible by tp, or the model cannot shard its sequences over cp or its
-            layers over pp; the engine is not installed, or its own config contradicts this one.
+            layers over pp; the ranks cannot have CUDA graphs; the engine is not installed, or its own config
+            contradicts this one.
     """
     check_world_size(config.parallel, world_size)
     checks: list[Callable[[], object]] = [
         lambda: _check_step(config, world_size),
+        lambda: check_graph_ranks(config, world_size),
         lambda: check_model(config.model, config.parallel, config.data.sequence_length),
         lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train)),
     ]

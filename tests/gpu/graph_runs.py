@@ -20,7 +20,7 @@ from tools.train_benchmarks.engine import run_config
 
 PRESETS = (
     *("tnl-70m", "transnormerllm-385m", "hgrn2-70m", "cosformer2-70m", "rodimus-125m", "mamba1-130m", "mamba2-410m"),
-    *("gla-25m", "retnet-25m", "danet-small", "llama-70m"),
+    *("gla-25m", "retnet-25m", "danet-small", "llama-70m", "rodimus_plus-125m"),
 )
 STEPS = WARM_UP_STEPS + 4
 SIZES = ["data.sequence_length=256", "train.micro_batch_size=2", "train.global_batch_size=4", "model.layers.0.repeat=2"]

@@ -165,4 +165,4 @@ def test_what_keeps_a_step_from_being_one_graph(path, tmp_path):
     )
     layers = [{"sublayers": [{"type": "softmax", "num_heads": 2}, {"type": "glu", "intermediate_size": 48}]}]
     softmax = write_config(tmp_path, model={"layers": layers})
-    assert "train.cuda_graphs = true with the mixer softmax" in message(softmax, "train.cuda_graphs=true")
+    assert "train.cuda_graphs = true with the mixer softmax" in message(softmax, "train.cuda_graphs=true", world_size=2)

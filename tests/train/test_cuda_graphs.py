@@ -96,6 +96,7 @@ def obstacle(config: RunConfig, *, device: str = "cuda", world_size: int = 1, **
 def test_graphs_are_automatic_on_one_gpu():
     config = run_config()
     assert obstacle(config) is None
+    assert obstacle(run_config({"type": "softmax", "num_heads": 2})) is None
     assert choice_line(config, device="cuda", world_size=1, environment={}) == (
         "CUDA graphs: after three steps, if memory allows"
     )
@@ -114,13 +115,12 @@ def test_graphs_are_automatic_on_one_gpu():
         (run_config(), {"device": "cpu"}, "a cpu device"),
         (run_config(train={"engine": "deepspeed"}), {}, 'train.engine = "deepspeed"'),
         (run_config(parallel={"pp": 2}), {"world_size": 2}, "parallel.pp = 2"),
-        (run_config({"type": "softmax", "num_heads": 2}), {}, "the mixer softmax, for which the host reads"),
         (run_config(TOY), {}, f"the mixer {TOY['type']} of another package"),
         (run_config(), {"world_size": 2}, "2 ranks: a graph hides slow ranks.*; train.cuda_graphs = true overrides"),
         (run_config(train={"global_batch_size": 66}), {}, "33 micro-batches a step, more than 32"),
         (run_config(), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "remedy: NCCL_GRAPH_REGISTER=0"),
     ],
-    ids=["cpu", "deepspeed", "pp", "softmax", "plugin", "ranks", "micro_batches", "segments"],
+    ids=["cpu", "deepspeed", "pp", "plugin", "ranks", "micro_batches", "segments"],
 )
 def test_a_run_without_automatic_graphs_has_a_reason(config, options, reason):
     assert re.search(reason, obstacle(config, **options) or "")
@@ -147,7 +147,9 @@ def test_a_graph_may_add_a_tenth_or_the_granularity_of_the_allocator():
 class FakeDevice:
     """Stand-in for torch.cuda whose allocator reserves planted bytes; replays count."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, captured: int, free: int = 100 * GIB) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, captured: int, free: int = 100 * GIB, documents: bool = False
+    ) -> None:
         self.reserved, self.captured, self.replays, self.eager_calls = GIB, captured, 0, 0
         graph = SimpleNamespace(replay=self._replay, reset=lambda: None)
         stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -168,7 +170,8 @@ class FakeDevice:
         monkeypatch.setattr(cuda_graphs, "ordered_cuda_streams", lambda model: nullcontext())
         monkeypatch.setattr(cuda_graphs, "accumulate_gradients", self._accumulate)
         self.model = torch.nn.Linear(2, 2)
-        self.graph = GradientGraph(self.model, SimpleNamespace(device=torch.device("cuda")), automatic=True)
+        mesh: Any = SimpleNamespace(device=torch.device("cuda"))
+        self.graph = GradientGraph(self.model, mesh, automatic=True, reads_documents=documents)
         self.in_step = lambda: None
 
     def _release(self) -> None:

@@ -18,7 +18,7 @@ from megalin.model.language_model import LanguageModel
 from megalin.model.presets import load_preset
 from megalin.ops import documents
 from megalin.ops.dispatch import backend as backends
-from megalin.ops.documents import PackedDocuments
+from megalin.ops.documents import DocumentBounds
 from megalin.parallel import sequence_documents
 
 from .launch import CHIPS, KernelLaunch
@@ -58,11 +58,9 @@ def faked_chip(chip: int) -> Iterator[None]:
         dependent_launch.cache_clear()
 
 
-def _find_documents(ids: Tensor) -> PackedDocuments:
-    """Two documents a sequence, in place of counting those of ids without values."""
-    numbers = (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).expand(ids.shape)
-    found = documents.find_documents(numbers)
-    return found._replace(ids=ids, offsets=None if found.offsets is None else found.offsets.to(ids.device))
+def _two_documents(ids: Tensor) -> DocumentBounds:
+    """Bounds of two documents a sequence, in place of counting those of ids without values."""
+    return DocumentBounds(2 * ids.shape[0], ids.shape[1] // 2)
 
 
 @contextmanager
@@ -90,7 +88,8 @@ def run_on_meta(config: ModelConfig | EncoderConfig, chip: int, seen: Seen) -> N
     with ExitStack() as stack:
         for context in (faked_chip(chip), triton_kernels(), OpsOnMeta(), launches_not_run(seen)):
             stack.enter_context(context)
-        stack.enter_context(mock.patch.object(sequence_documents, "find_documents", _find_documents))
+        for module in (documents, sequence_documents):
+            stack.enter_context(mock.patch.object(module, "document_bounds", _two_documents))
         for inputs in batches(model.config, "meta"):
             model.loss_sums(inputs).sum().backward()
         if isinstance(model, LanguageModel):

@@ -28,7 +28,8 @@ class SharedKeyAttentionConfig(MixerConfig):
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
     backend: Literal["auto", "mask"] = "auto"
     """Implementation of attention without a state. auto: as of `softmax`. mask: PyTorch's own with a T x T mask of
-    packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
+    packed documents, slow for long sequences; the host reads no documents, as train.cuda_graphs needs on several
+    ranks."""
 
     @property
     def host_reads_documents(self) -> bool:

@@ -69,7 +69,8 @@ class SoftmaxConfig(MixerConfig):
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
     flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
     flash_attn for packed documents of head widths that PyTorch has no kernel for. mask: PyTorch's own with a T x T mask
-    of packed documents, slow for long sequences, but without a wait of the host, so that train.cuda_graphs works."""
+    of packed documents, slow for long sequences; the host reads no documents, as train.cuda_graphs needs on several
+    ranks."""
 
     @property
     def host_reads_documents(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
 from megalin.ops.dispatch.custom_op import custom_op
@@ -138,7 +139,7 @@ def _forward(
     A custom op because a graph may not depend on the number of documents and the longest length: with upper bounds
     instead, a kernel runs up to twice as long.
     """
-    starts, longest = _extent(q, offsets, sizes)
+    starts, longest = _extent(q, offsets, sizes, window)
     output, sums = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
     return output.view(q.shape), sums
 
@@ -155,7 +156,9 @@ def _backward(
     sizes: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    starts, longest = _extent(q, offsets, sizes)
+    starts, longest = _extent(q, offsets, sizes, window)
+    if torch.are_deterministic_algorithms_enabled():
+        starts = _with_one_sum(starts, q)
     shapes = q.shape, k.shape, v.shape
     dy, q, k, v, output = (x.flatten(0, 1) for x in (dy.contiguous(), q, k, v, output))
     dq, dk, dv = _attend_backward(dy, q, k, v, output, sums, starts, longest, window)
@@ -175,13 +178,32 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
 
 
-def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, int]:
-    """Cumulative sequence lengths (each document's start and the last one's end), and the longest length."""
+def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int) -> tuple[Tensor, int]:
+    """Cumulative sequence lengths (each document's start and the last one's end), and a bound on the longest length.
+
+    The kernel takes documents of one token for a decoding step, for which their number must be exact: the bound is at
+    least 2. It takes a window that is longer than all documents for none. So that the same code runs whatever the
+    bound, the latter is no shorter than the window under torch.use_deterministic_algorithms.
+    """
     batch, length = q.shape[:2]
     if offsets is None or sizes is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device), length
     count, longest = sizes.tolist()
-    return offsets[: count + 1], longest
+    if torch.are_deterministic_algorithms_enabled():
+        longest = max(longest, window)
+    return offsets[: count + 1], min(max(longest, 2), length)
+
+
+def _with_one_sum(starts: Tensor, q: Tensor) -> Tensor:
+    """Cumulative sequence lengths with empty documents at the end, so many that the deterministic backward on q
+    [B, T, H, K] adds the gradients of queries in one order, however many documents `starts` has.
+
+    With fewer documents times heads than multiprocessors it adds parts of them, in a number that depends on both.
+    """
+    if not q.is_cuda:
+        return starts
+    least = -(-torch.cuda.get_device_properties(q.device).multi_processor_count // q.shape[2])
+    return functional.pad(starts, (0, max(least + 1 - len(starts), 0)), value=q.shape[0] * q.shape[1])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:

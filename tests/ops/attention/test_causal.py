@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from megalin.ops.attention.causal import causal_attention
+from megalin.ops.attention.local import block_ids
 from megalin.ops.attention.softmax import softmax_attention_reference
 from megalin.ops.attention.window import window_attention_reference
-from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
+from megalin.ops.documents import (
+    UNPACKED,
+    DocumentBounds,
+    PackedDocuments,
+    declare_bounds,
+    document_bounds,
+    find_documents,
+)
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.attention.test_softmax import documents_of, make_inputs
 
@@ -69,3 +77,25 @@ def test_sequences_of_one_document_are_unpacked():
     assert find_documents(torch.tensor([[4, 4, 4], [0, 0, 0]])) is UNPACKED
     assert find_documents(torch.tensor([[7]])) is UNPACKED
     assert find_documents(torch.tensor([[0, 1], [0, 0]])).offsets.tolist() == [0, 1, 2, 4, 4]
+
+
+def test_documents_within_declared_bounds_are_followed_by_empty_ones():
+    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]], dtype=torch.int32)
+    declare_bounds(ids, DocumentBounds(17, 4))
+    assert document_bounds(ids) == (17, 4)
+    known = find_documents(ids)
+    assert known.offsets.tolist() == [0, 2, 5, 6, 7, 9, *[10] * 59]
+    assert known.sizes.tolist() == [17, 4]
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 100])
+def test_bounds_of_blocks_cover_them(block):
+    ids = torch.tensor([[0] * 7 + [1] + [2] * 4, [0] * 3 + [1] * 8 + [2]])
+    blocks = block_ids(12, block=block, document_ids=ids, device=ids.device)
+    assert document_bounds(ids).blocks(block, ids.numel()).covers(document_bounds(blocks))
+
+
+def test_bounds_that_are_too_small_cover_nothing():
+    assert DocumentBounds(5, 7).covers(DocumentBounds(5, 7))
+    assert not DocumentBounds(4, 7).covers(DocumentBounds(5, 7))
+    assert not DocumentBounds(5, 6).covers(DocumentBounds(5, 7))
