@@ -47,7 +47,7 @@ UNPACKED = PackedDocuments(None)
 _ON_HOST = WeakTensorKeyDictionary()
 """Document ids on a device -> the same ids on the CPU, while the former live."""
 _BOUNDS = WeakTensorKeyDictionary()
-"""Document ids -> their declared bounds, while they live."""
+"""Document ids -> their declared bounds, None for one document in each sequence, while they live."""
 
 
 def keep_on_host(ids: Tensor, host: Tensor) -> None:
@@ -57,8 +57,9 @@ def keep_on_host(ids: Tensor, host: Tensor) -> None:
         _ON_HOST[ids] = host
 
 
-def declare_bounds(ids: Tensor, bounds: DocumentBounds) -> None:
-    """Sets the bounds of packed documents: `find_documents` of these ids then reads no value on the host."""
+def declare_bounds(ids: Tensor, bounds: DocumentBounds | None) -> None:
+    """Sets the bounds of documents, None where each sequence is one: `find_documents` of these ids then reads no value
+    on the host."""
     _BOUNDS[ids] = bounds
 
 
@@ -66,7 +67,7 @@ def document_bounds(ids: Tensor) -> DocumentBounds | None:
     """The number of documents of ids [B, T] and the tokens of the longest, or their declared bounds; None if each
     sequence is one document. Without `keep_on_host` it waits for all work of the device."""
     if ids in _BOUNDS:
-        declared: DocumentBounds = _BOUNDS[ids]
+        declared: DocumentBounds | None = _BOUNDS[ids]
         return declared
     starts = _starts(_ON_HOST[ids] if ids in _ON_HOST else ids.cpu()).nonzero()[:, 0]
     if len(starts) == len(ids):

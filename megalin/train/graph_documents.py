@@ -34,9 +34,8 @@ class GraphDocuments:
     def declare(self, batches: Sequence[AnyBatch]) -> None:
         """Declares the bounds of other batches with as many documents as those of the last step."""
         for batch, is_packed in zip(batches, self._packed or (), strict=True):
-            if is_packed:
-                assert isinstance(batch, Batch), batch
-                declare_bounds(batch.document_ids, self._bounds)
+            if isinstance(batch, Batch):
+                declare_bounds(batch.document_ids, self._bounds if is_packed else None)
 
 
 def _round_up(number: int) -> int:

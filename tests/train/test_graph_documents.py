@@ -51,6 +51,16 @@ def test_a_micro_batch_of_whole_sequences_is_another_step():
     assert document_bounds(steps[1][1].document_ids) is None
 
 
+@pytest.mark.parametrize("lengths", [(9,), WHOLE])
+def test_the_host_reads_no_documents_of_declared_batches(monkeypatch, lengths):
+    documents, recorded = GraphDocuments(), batch_of(*lengths)
+    documents.admit([batch_of(*lengths)])
+    documents.declare([recorded])
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    found = document_bounds(recorded.document_ids)
+    assert found == (DocumentBounds(2, 64) if lengths else None)
+
+
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"cp": 2}])
 def test_graphs_of_attention_that_reads_documents_are_refused_on_several_ranks(parallel):
     softmax, mask = ({"type": "softmax", "num_heads": 2, "backend": backend} for backend in ("auto", "mask"))
