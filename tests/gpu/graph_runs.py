@@ -24,6 +24,8 @@ PRESETS = (
 )
 STEPS = WARM_UP_STEPS + 4
 SIZES = ["data.sequence_length=256", "train.micro_batch_size=2", "train.global_batch_size=4", "model.layers.0.repeat=2"]
+OTHER_SIZES = {"rodimus_plus-125m": ["model.layers.0.sublayers.1.window=50"]}
+"""Sizes of single presets: no window is longer than a sequence."""
 
 
 def train(run: RunConfig, graphs: str) -> tuple[dict[str, torch.Tensor], bool]:
@@ -44,7 +46,7 @@ def train(run: RunConfig, graphs: str) -> tuple[dict[str, torch.Tensor], bool]:
 
 def compare(name: str) -> bool:
     """Compares the runs of a preset; False where they differ, or no graph was captured without a reason."""
-    run = run_config(name, SIZES, 1)
+    run = run_config(name, [*SIZES, *OTHER_SIZES.get(name, [])], 1)
     eager, replays = train(run, False)
     assert not replays, name
     if reason := automatic_obstacle(run, device="cuda", world_size=1, environment=os.environ):

@@ -268,8 +268,11 @@ def test_a_hook_whose_state_is_saved_in_part_is_refused(config, folders):
 class EagerGraph:
     """Stand-in for the CUDA graph of a step on a CPU: the same interface, run eagerly."""
 
-    def __init__(self, model: Any, mesh: Mesh, loss_scale: Tensor | None, *, automatic: bool) -> None:
+    def __init__(
+        self, model: Any, mesh: Mesh, loss_scale: Tensor | None, *, automatic: bool, reads_documents: bool
+    ) -> None:
         assert not automatic
+        assert not reads_documents
         self._model, self._mesh, self._loss_scale = model, mesh, loss_scale
 
     def accumulate_gradients(self, batches: Sequence[AnyBatch]) -> tuple[Tensor, Tensor]:

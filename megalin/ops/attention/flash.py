@@ -85,7 +85,9 @@ def _output_and_gradients(
 ) -> list[Tensor]:
     """Output, and the gradients of sum(output * weight)."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.enable_grad():
+    # A caller's hooks would recompute the tensors of this backward: in a block that is being compiled, for ever.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
+    with torch.enable_grad(), own:
         output = attention(*leaves)
         return [output.detach(), *torch.autograd.grad(output, leaves, weight)]
 

@@ -227,6 +227,16 @@ def test_windows_over_ranks_take_the_kernel(window: int):
     assert run_ranks(3, agree_without_masks, cases) == [[]] * 3
 
 
+def test_the_self_test_runs_without_the_hooks_of_a_block_that_recomputes():
+    def recompute(_: Tensor) -> Tensor:
+        raise AssertionError("the caller's hook was called")
+
+    q = torch.randn(1, 5, 2, 4, generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, recompute):
+        found = op._output_and_gradients(softmax_attention, (q, q, q), q)
+    assert len(found) == 4
+
+
 @pytest.mark.usefixtures("package")
 def test_each_choice_is_logged_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger=choice.__name__):
