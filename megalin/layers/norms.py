@@ -65,6 +65,10 @@ class LayerNorm(nn.Module):
         """`add_and_norm` in one pass."""
         return add_layer_norm(x, addend, *self._vectors(), eps=self.eps)
 
+    def of_sum(self, x: Tensor, addend: Tensor | None) -> Tensor:
+        """`norm_of_sum` in one pass."""
+        return add_layer_norm(x, addend, *self._vectors(), eps=self.eps, sum_gradient=False).normed
+
     def _vectors(self) -> tuple[Tensor, Tensor]:
         """Weight and bias."""
         weight, bias = (self.tp.sequence_parallel_weight(local(p)) for p in (self.weight, self.bias))
@@ -112,6 +116,12 @@ def add_and_norm(norm: nn.Module | None, x: Tensor, addend: Tensor | None) -> No
         return norm.add(x, addend)
     total = x if addend is None else x + addend
     return NormedSum(total if norm is None else norm(total), total)
+
+
+def norm_of_sum(norm: nn.Module | None, x: Tensor, addend: Tensor | None) -> Tensor:
+    """norm(x + addend) [..., D] where the sum has no other reader: the backward of a LayerNorm then adds no gradient of
+    the sum, and compiled blocks pass no zeros for it. Arguments as for `add_and_norm`."""
+    return norm.of_sum(x, addend) if isinstance(norm, LayerNorm) else add_and_norm(norm, x, addend).normed
 
 
 def build_norm(kind: NormKind, hidden_size: int, eps: float, tp: TensorParallel) -> nn.Module:

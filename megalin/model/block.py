@@ -13,7 +13,7 @@ from megalin.errors import ConfigError
 from megalin.layers.config import MixerConfig
 from megalin.layers.dropout import apply_dropout, dropout_at, output_site
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, SequenceContext, State
-from megalin.layers.norms import add_and_norm, build_norm
+from megalin.layers.norms import add_and_norm, build_norm, norm_of_sum
 from megalin.model.config import BlockConfig
 
 
@@ -104,13 +104,16 @@ class Block(nn.Module):
         for index, (sublayer, context) in enumerate(zip(self._sublayers(), contexts, strict=True)):
             mixer, state = sublayer.mixer, None if states is None else states[index]
             norm_last = sublayer.residual == "add_norm"
-            entering, branch = add_and_norm(None if norm_last else sublayer.norm, x, addend)
-            x = x if two_hop else branch
+            norm = None if norm_last else sublayer.norm
+            if two_hop:
+                entering = norm_of_sum(norm, x, addend)
+            else:
+                entering, x = add_and_norm(norm, x, addend)
             output = mixer(entering.to(context.compute_dtype), context, state)
             next_states.append(output.state)
             addend, two_hop = apply_dropout(output.y, sublayer.dropout, context.dropout), sublayer.residual == "two_hop"
             if norm_last:
-                x, addend = add_and_norm(sublayer.norm, x, addend).normed, None
+                x, addend = norm_of_sum(sublayer.norm, x, addend), None
         return BlockOutput(x if addend is None else x + addend, next_states)
 
     def contexts(self, context: SequenceContext) -> list[MixerContext]:

@@ -55,10 +55,14 @@ BY_BATCH = ("scans.fixed_decay_sweep", "scans.scalar_decay", "dispatch.column_su
 """Kernels with sizes or branches that depend on the batch, which no self-test has, or on uses of gradients."""
 
 
+IN_CI = ("hgrn2-70m", "bert-base")
+"""A gated scan, and blocks with a norm after the addition."""
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(names[0], marks=[pytest.mark.slow] * (names[0] != "hgrn2-70m"))
+        pytest.param(names[0], marks=[pytest.mark.slow] * (names[0] not in IN_CI))
         for names in preset_families().values()
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from megalin._triton.norms import layer_norm as kernels
 from megalin.ops.dispatch import backend as backends
 from tests.ops import self_tests
 from tests.ops.self_tests import self_test, wrong_tile
@@ -17,7 +20,7 @@ STEP |= {"positions": torch.int64, "form": "rotation", "unnormed": 40}
 LINEAR = {"rows": 2, "N": 40, "K": 300, "sums": 0, "width": 1, "x": BF16}
 CASES = {
     "adamw_update": {"compute": BF16},
-    "add_layer_norm": ROWS | {"addend": BF16, "bias": BF16},
+    "add_layer_norm": ROWS | {"addend": BF16, "bias": BF16, "sum_gradient": True},
     "layer_norm": ROWS | {"bias": BF16},
     "rms_norm": ROWS,
     "srmsnorm": ROWS,
@@ -42,7 +45,7 @@ CASES = {
 }
 MORE = {
     "adamw_update": {"compute": FP32},
-    "add_layer_norm": ROWS | {"addend": None, "bias": BF16},
+    "add_layer_norm": ROWS | {"addend": None, "bias": BF16, "sum_gradient": True},
     "max_norm": ROWS | {"scaled": True, "heads": 0},
     "gated_layer_norm": ROWS | {"bias": BF16, "gate": None, "gate_activation": "none"},
     "gated_squares": {"D": 300, "x": FP32, "weight": None, "gate": None, "gate_first": False},
@@ -57,6 +60,21 @@ MORE = {
 @pytest.mark.parametrize(("op", "items"), [*CASES.items(), *MORE.items()])
 def test_the_right_tiles_pass(op, items):
     assert self_test(op, items) == ""
+
+
+@pytest.mark.parametrize("sum_gradient", [True, False])
+def test_the_self_test_of_a_sum_runs_the_backward_of_its_case(sum_gradient):
+    """As a training step does: a kernel reads the gradient of the sum only where the case has one."""
+    read = []
+    backward = kernels.backward
+
+    def recorded(dy, dtotal, *others, **options):
+        read.append(dtotal is not None)
+        return backward(dy, dtotal, *others, **options)
+
+    with mock.patch.object(kernels, "backward", recorded):
+        assert self_test("add_layer_norm", CASES["add_layer_norm"] | {"sum_gradient": sum_gradient}) == ""
+    assert read == [sum_gradient] * 2
 
 
 def test_every_op_with_a_triton_kernel_has_a_case():

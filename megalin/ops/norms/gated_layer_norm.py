@@ -53,7 +53,7 @@ def gated_layer_norm(
     choice = backends.choose("gated_layer_norm", backend, x.device.type, reason, case=case)
     if choice == "reference":
         return gated_layer_norm_reference(x, gate, weight, bias, eps=eps, gate_activation=gate_activation)
-    return triton_layer_norm(x, None, weight, bias, eps, gate, gate_activation).normed
+    return triton_layer_norm(x, None, weight, bias, eps, gate, gate_activation, sum_gradient=False).normed
 
 
 def gated_layer_norm_reference(
@@ -95,7 +95,8 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
 
     def kernel(**inputs: Tensor) -> Tensor:
         x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
-        return triton_layer_norm(x, None, weight, bias, 1e-6, inputs.get("gate"), activation).normed
+        gate = inputs.get("gate")
+        return triton_layer_norm(x, None, weight, bias, 1e-6, gate, activation, sum_gradient=False).normed
 
     def reference(**inputs: Tensor) -> Tensor:
         inputs.setdefault("gate", None)  # type: ignore[arg-type]

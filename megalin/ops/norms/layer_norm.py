@@ -55,7 +55,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, backend: 
     }
     choice = backends.choose("layer_norm", backend, x.device.type, unsupported(x), limits, case=case)
     if choice == "triton":
-        return triton_layer_norm(x, None, weight, bias, eps).normed
+        return triton_layer_norm(x, None, weight, bias, eps, sum_gradient=False).normed
     if choice == "reference" or left_to_inductor("layer_norm", backend):
         return layer_norm_reference(x, weight, bias, eps=eps)
     return apex_layer_norm(x, weight, bias, eps=eps)
@@ -69,7 +69,14 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float)
 
 
 def add_layer_norm(
-    x: Tensor, addend: Tensor | None, weight: Tensor, bias: Tensor, *, eps: float, backend: Backend = "auto"
+    x: Tensor,
+    addend: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    sum_gradient: bool = True,
+    backend: Backend = "auto",
 ) -> NormedSum:
     """The sum s = x + a and its `layer_norm`, in one pass forward and one backward, which adds the gradient of s.
 
@@ -78,6 +85,8 @@ def add_layer_norm(
         addend: a [..., D], the output of a sub-layer; None: zero. The sum of x alone is x itself: its two gradients are
             then added in the backward's pass.
         weight, bias, eps: as for `layer_norm`.
+        sum_gradient: whether the returned sum has a gradient. Where none is used, torch.compile would pass zeros to the
+            kernel, which reads them; the self-test runs the launch of this choice.
         backend: implementation to run. Triton's takes fp32, bf16 and fp16 of widths up to 8192, and an addend of the
             dtype of x; without it the sum is torch's and the norm `layer_norm`'s.
 
@@ -89,15 +98,16 @@ def add_layer_norm(
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     operands = {"x": (x, "*D"), "addend": (addend, "*D"), "weight": (weight, "D"), "bias": (bias, "D")}
-    case = check_operands("add_layer_norm", operands, "D")
+    case = (*check_operands("add_layer_norm", operands, "D"), ("sum_gradient", sum_gradient))
     reason = unsupported(x) or layer_norm_limit(x, weight, bias)
     if not reason and addend is not None and addend.dtype != x.dtype:
         reason = f"{addend.dtype} added to {x.dtype}"
     choice = backends.choose("add_layer_norm", backend, x.device.type, reason, case=case)
     if choice == "triton":
-        return triton_layer_norm(x, addend, weight, bias, eps)
+        return triton_layer_norm(x, addend, weight, bias, eps, sum_gradient=sum_gradient)
     total = x if addend is None else x + addend
-    return NormedSum(layer_norm(total, weight, bias, eps=eps, backend=backend), total)
+    normed = layer_norm(total, weight, bias, eps=eps, backend=backend)
+    return NormedSum(normed, total if sum_gradient else total.detach())
 
 
 def add_layer_norm_reference(
@@ -188,22 +198,26 @@ class _LayerNorm(torch.autograd.Function):
         bias: Tensor,
         eps: float,
         activation: GateActivation,
+        sum_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         normed, total, mean, scale = _forward(x, addend, gate, weight, bias, eps, activation)
         total = x if addend is None else total
-        ctx.adds, ctx.activation = addend is not None, activation
+        ctx.adds, ctx.activation, ctx.sum_gradient = addend is not None, activation, sum_gradient
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, gate, weight, None if gate is None else bias, mean, scale)
+        if not sum_gradient:
+            ctx.mark_non_differentiable(total)
         return normed, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         gate = ctx.saved_tensors[1]
+        dtotal = dtotal if ctx.sum_gradient else None
         if dy is None:
-            return dtotal, dtotal if ctx.adds else None, None, None, None, None, None
+            return dtotal, dtotal if ctx.adds else None, *(None,) * 6
         dx, dvectors, dgate = _backward(dy, dtotal, *ctx.saved_tensors, ctx.activation)
         dgate = None if gate is None else dgate
-        return dx, dx if ctx.adds else None, dgate, dvectors[0], dvectors[1], None, None
+        return dx, dx if ctx.adds else None, dgate, dvectors[0], dvectors[1], *(None,) * 3
 
 
 def triton_layer_norm(
@@ -214,10 +228,14 @@ def triton_layer_norm(
     eps: float,
     gate: Tensor | None = None,
     activation: GateActivation = "none",
+    *,
+    sum_gradient: bool,
 ) -> NormedSum:
-    """The Triton kernels, with gradients: layer_norm(x + addend) f(gate), and the sum."""
+    """The Triton kernels, with gradients: layer_norm(x + addend) f(gate), and the sum, whose gradient is one of them if
+    `sum_gradient`."""
     rows = x.contiguous(), contiguous(addend), contiguous(gate)
-    return NormedSum(*_LayerNorm.apply(*rows, weight.contiguous(), bias.contiguous(), eps, activation))
+    vectors = weight.contiguous(), bias.contiguous()
+    return NormedSum(*_LayerNorm.apply(*rows, *vectors, eps, activation, sum_gradient))
 
 
 def _samples(case: Mapping[str, Any], device: str) -> list[Tensor]:
@@ -234,7 +252,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
         lambda x, weight, bias: (
             apex_layer_norm(x, weight, bias, eps=1e-6)
             if backend == "apex"
-            else triton_layer_norm(x, None, weight, bias, 1e-6).normed
+            else triton_layer_norm(x, None, weight, bias, 1e-6, sum_gradient=False).normed
         ),
         lambda x, weight, bias: layer_norm_reference(x, weight, bias, eps=1e-6),
         _samples(case, device),
@@ -249,9 +267,10 @@ def _self_test_of_sum(backend: Compiled, device: str, case: Mapping[str, Any]) -
         return x, addend[0] if addend else None, weight, bias
 
     return compare(
-        lambda *tensors: triton_layer_norm(*split(tensors), 1e-6),
+        lambda *tensors: triton_layer_norm(*split(tensors), 1e-6, sum_gradient=case["sum_gradient"]),
         lambda *tensors: add_layer_norm_reference(*split(tensors), eps=1e-6),
         _samples(case, device),
+        differentiable=None if case["sum_gradient"] else 1,
     )
 
 

@@ -1,10 +1,14 @@
 """LayerNorm, alone and of a sum, against torch's own, and the Triton kernel against the reference."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional
 
+from megalin._triton.norms import layer_norm as kernels
 from megalin.errors import KernelError
+from megalin.ops.norms.gated_layer_norm import gated_layer_norm
 from megalin.ops.norms.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 from tests.numerics import assert_close, outputs_and_gradients
 from tests.ops.kernels import assert_as_good_as_the_reference
@@ -88,6 +92,52 @@ def test_rows_without_a_kernel_raise_or_take_the_reference():
     for inputs in (wide, mixed):
         found, expected = (function(**inputs, eps=1e-6) for function in (add_layer_norm, add_layer_norm_reference))
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("addend", [True, False])
+def test_a_sum_without_a_gradient_leaves_that_of_the_norm(backend, addend):
+    def normed(function, inputs):
+        named = {"addend": None} | inputs
+        found = function(**named, sum_gradient=False, backend=backend)
+        assert not found.total.requires_grad
+        return [found.normed]
+
+    inputs = draw(37, 40, torch.float32)
+    inputs = inputs if addend else without_addend(inputs)
+    found = outputs_and_gradients(lambda **x: normed(functools.partial(add_layer_norm, eps=1e-6), x), inputs)
+    named = lambda **x: [add_layer_norm_reference(**{"addend": None} | x, eps=1e-6).normed]  # noqa: E731
+    assert_close(found, outputs_and_gradients(named, inputs), 1e-5)
+
+
+def one_norm(x, addend, weight, bias):
+    return [layer_norm(x + addend, weight, bias, eps=1e-6, backend="triton")]
+
+
+def norm_of_a_sum(x, addend, weight, bias):
+    return [add_layer_norm(x, addend, weight, bias, eps=1e-6, sum_gradient=False, backend="triton").normed]
+
+
+def gated_norm(x, addend, weight, bias):
+    return [gated_layer_norm(x, addend, weight, bias, eps=1e-6, backend="triton")]
+
+
+@pytest.mark.parametrize("function", [one_norm, norm_of_a_sum, gated_norm])
+def test_a_compiled_norm_reads_no_gradient_of_an_unused_sum(function, monkeypatch):
+    """torch.compile passes zeros for the gradient of an unused output, as many bytes as the norm's own gradient."""
+    read = []
+    backward = kernels.backward
+
+    def recorded(dy, dtotal, *others, **options):
+        read.append(dtotal)
+        return backward(dy, dtotal, *others, **options)
+
+    monkeypatch.setattr(kernels, "backward", recorded)
+    inputs = draw(6, 16, torch.float32)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = outputs_and_gradients(compiled, inputs)
+    assert_close(found, outputs_and_gradients(function, inputs), 1e-6)
+    assert read == [None, None]
 
 
 @pytest.mark.slow
