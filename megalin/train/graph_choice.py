@@ -153,8 +153,8 @@ def recaptures_obstacle(*, drops: int, replays: int) -> str | None:
     if drops <= MOST_DROPS or replays >= LEAST_REPLAYS * drops:
         return None
     return (
-        f"sequences of one document and packed ones take other kernels, and changed {drops} times in {replays} "
-        f"replays{_FORCED}"
+        f"more or longer documents, or sequences of one document in other micro-batches, changed its kernels {drops} "
+        f"times in {replays} replays{_FORCED}"
     )
 
 

@@ -66,9 +66,10 @@ def test_presets_share_the_gpus_and_make_two_tables(benchmark):
     ]
 
 
-def test_a_process_beyond_the_limit_is_killed_with_its_children_and_keeps_what_it_measured(benchmark):
+@pytest.mark.parametrize("limit", ["seconds", "within"])
+def test_a_process_beyond_a_limit_is_killed_with_its_children_and_keeps_what_it_measured(benchmark, tmp_path, limit):
     module, arguments = benchmark
-    arguments.seconds = 2.0
+    setattr(arguments, limit, 2.0)
     began = time.monotonic()
     gla, danet = module.measure_all(_presets(module, "gla-1.3b", "danet-large"), ["0"], arguments)
     assert time.monotonic() - began < 15.0
@@ -76,18 +77,8 @@ def test_a_process_beyond_the_limit_is_killed_with_its_children_and_keeps_what_i
     assert gla.result["lower_bound_milliseconds"] == 300.0
     assert "baseline" not in gla.result
     assert danet.result == {}
-
-
-def test_no_process_starts_or_runs_on_after_the_end(benchmark, tmp_path):
-    module, arguments = benchmark
-    arguments.within = 2.0
-    began = time.monotonic()
-    gla, danet = module.measure_all(_presets(module, "gla-1.3b", "danet-large"), ["0"], arguments)
-    assert time.monotonic() - began < 15.0
-    assert _ends(_sleeping)
-    assert gla.result["lower_bound_milliseconds"] == 300.0
-    assert danet.result == {}
-    assert not (tmp_path / "danet-large-64-x-512-tokens.txt").exists()
+    started = (tmp_path / "danet-large-64-x-512-tokens.txt").exists()
+    assert started == (limit == "seconds"), "no process starts after the end of all"
 
 
 def test_a_preset_without_a_result_is_a_row_and_fails_the_tool(benchmark, tmp_path, capsys):
