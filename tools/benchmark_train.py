@@ -46,7 +46,7 @@ from train_benchmarks.communication import Communication, record_communication
 from train_benchmarks.device_time import DeviceTime, record_device_time
 from train_benchmarks.engine import KEYS, build_engine, run_config
 from train_benchmarks.fla_scan import scans_by_fla
-from train_benchmarks.roofline import Recorded, Roofline, measure_roofline, record, unavoidable_bytes
+from train_benchmarks.roofline import Recorded, Roofline, masked_flops, measure_roofline, record, unavoidable_bytes
 from train_benchmarks.simulated_ranks import simulated_ranks
 
 from megalin.data.batch import AnyBatch
@@ -108,6 +108,8 @@ class Ours(NamedTuple):
 
     timing: Timing
     flops_per_token: int
+    masked_flops: int
+    """Those of pairs of tokens behind softmax attention's masks."""
     peak_memory_gib: float
     recorded: Recorded | None
     moved_bytes: int
@@ -186,7 +188,9 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
     if ours.device is not None:
         result |= ours.device.describe(timing.median_seconds)
     if eager.recorded is not None:
-        roofline = measure_roofline(eager.recorded, eager.moved_bytes, step_flops=ours.flops_per_token * tokens)
+        roofline = measure_roofline(
+            eager.recorded, eager.moved_bytes, step_flops=(ours.flops_per_token - ours.masked_flops) * tokens
+        )
         step = min(timing.median_seconds, eager.timing.median_seconds)
         result |= {"eager_step_seconds_median": eager.timing.median_seconds, **describe_roofline(roofline, step)}
         release_memory()
@@ -241,11 +245,12 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
         moved = unavoidable_bytes(
             engine.model, tokens=tokens, compute_bytes=compute, hidden_bytes=max(compute, 4) if wide else compute
         )
-    flops = engine.model.training_flops(run.data.sequence_length)
+    length = run.data.sequence_length
+    flops, masked = engine.model.training_flops(length), masked_flops(engine.model, length)
     engine.close()
     if not arguments.roofline or replays:
         recorded = None
-    return Ours(timing, flops, peak, recorded, moved, sent, replays, launch_seconds, device)
+    return Ours(timing, flops, masked, peak, recorded, moved, sent, replays, launch_seconds, device)
 
 
 def eagerly(run: RunConfig) -> RunConfig:

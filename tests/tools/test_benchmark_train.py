@@ -133,7 +133,7 @@ def test_the_roofline_is_of_eager_steps_and_the_step_of_its_own_form(monkeypatch
         built.append(graphs)
         timing = benchmark_train.Timing(1.0 if graphs else 2.0, [2.0], 1.0, [3.0])
         recorded, moved = (None, 0) if graphs else ("ops", 7)
-        return benchmark_train.Ours(timing, 1, 1.0, recorded, moved, None, graphs, 0.1, None)
+        return benchmark_train.Ours(timing, 1, 0, 1.0, recorded, moved, None, graphs, 0.1, None)
 
     roofline = SimpleNamespace(seconds=0.5, lower_bound=0.25, **dict.fromkeys(ROOFLINE, 0.1), mixing_seconds={})
     monkeypatch.setattr(benchmark_train, "check_options", lambda *_: None)

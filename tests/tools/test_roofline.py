@@ -58,6 +58,34 @@ def test_operations_in_no_matmul_bound_the_mixing_where_they_take_longer_than_it
     assert (found.mixing, found.mixing_roofline, found.lower_bound) == (9.0, 5.0, 6.0 + 5.0 + 2.0)
 
 
+@pytest.mark.parametrize(
+    ("sublayer", "visible"),
+    [
+        ("type='softmax'", lambda t, s: s <= t),
+        ("type='softmax',window=9", lambda t, s: t - 9 < s <= t),
+        ("type='softmax',window=99", lambda t, s: s <= t),
+        ("type='softmax',block_size=8", lambda t, s: t // 8 * 8 <= s <= t),
+        ("type='shared_key_attention',residual='add',window=9", lambda t, s: t - 9 < s <= t),
+        ("type='tnl'", None),
+    ],
+    ids=["causal", "window", "wide_window", "blocks", "shared_key", "scan"],
+)
+def test_operations_behind_a_mask_are_those_that_no_kernel_needs(sublayer, visible):
+    """What remains of attention's operations are 12 H K for each visible pair of tokens."""
+    from train_benchmarks.roofline import masked_flops
+
+    length = 24
+    blocks = f"model.layers=[{{repeat=3,sublayers=[{{{sublayer},num_heads=4}}]}}]"
+    model = make_model(model_from("tnl-70m", [*TINY, blocks]))
+    masked = masked_flops(model, length)
+    if visible is None:
+        assert masked == 0
+        return
+    pairs = sum(visible(t, s) for t in range(length) for s in range(length))
+    projections = sum(2 * p.numel() for mixer in model.mixers() for p in mixer.parameters())
+    assert 3 * model.stack_flops(length) - masked == round(3 * projections + 3 * 12 * 64 * pairs / length)
+
+
 def test_bytes_of_scans_and_attention_are_those_of_inputs_outputs_and_gradients():
     from train_benchmarks.roofline import _mixing_bytes
 

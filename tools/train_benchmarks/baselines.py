@@ -5,7 +5,7 @@
 | recurrence with a decay per key (GLA) | GLA | |
 | hgrn2, rodimus | the same | |
 | mamba2 | the same, on causal_conv1d and mamba_ssm's fused path | |
-| softmax | | LLaMA, SDPA |
+| softmax | | LLaMA, on SDPA and on flash-attn-4 |
 | cosformer2 | our own model on fla's scan, for want of a public implementation | |
 
 Each model is timed in several variants (`VARIANTS`), with a CUDA graph of its forward and backward too; the fastest one
@@ -164,6 +164,11 @@ def _compile_blocks_with_liger(model: nn.Module) -> None:
     _compile_blocks(model)
 
 
+def _compile_blocks_with_liger_and_flash_attn_4(model: nn.Module) -> None:
+    model.set_attn_implementation("flash_attention_4")
+    _compile_blocks_with_liger(model)
+
+
 class Variant(NamedTuple):
     """A form of a model."""
 
@@ -182,6 +187,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "blocks compiled": Variant(_compile_blocks),
         "blocks compiled, Liger's loss": Variant(_compile_blocks_with_liger),
         "blocks compiled, Liger's loss, CUDA graph": Variant(_compile_blocks_with_liger, graph=True),
+        "blocks compiled, Liger's loss, flash-attn-4": Variant(_compile_blocks_with_liger_and_flash_attn_4),
     },
 }
 """Forms of each library's models that are timed."""

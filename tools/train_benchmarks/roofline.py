@@ -20,7 +20,8 @@ The lower bound is the same sum with the mixing at its own roofline, so that a s
 
 - its bytes over the same bandwidth: forward, the inputs (q, k, v, gates) are read and the output written; backward,
   both are read again and the gradients of the inputs written; states stay in the chip;
-- its operations, those of the step (`training_flops`) that no recorded matmul has, at the rate of the fastest matmul.
+- its operations, those of the step (`training_flops`) that no recorded matmul has, without those of token pairs behind
+  softmax attention's mask (`masked_flops`), at the rate of the fastest matmul.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from megalin.layers.mixers.shared_key_attention import SharedKeyAttention
+from megalin.layers.mixers.softmax import Softmax
 
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 MIXING_BACKWARD = re.compile(r"(?<!_begin)_backward$")
@@ -172,12 +176,29 @@ def unavoidable_bytes(model: nn.Module, *, tokens: int, compute_bytes: int, hidd
     return tokens * per_token + parameters * update
 
 
+def masked_flops(model: nn.Module, length: int) -> int:
+    """Forward and backward operations a token that `training_flops` counts for pairs of tokens behind the masks of
+    softmax attention, without documents: a token s of a window of c = min(length, window) tokens has s visible ones.
+
+    Per attention of heads H K: 12 H K times the mean number of masked keys a token, c (c - 1) / (2 length), or
+    (c - 1) / 2 with blocks of c tokens.
+    """
+    total = 0.0
+    for mixer in [*model.input_mixers(), *model.mixers()]:
+        if isinstance(mixer, Softmax | SharedKeyAttention):
+            window, blocks = getattr(mixer.config, "window", None), getattr(mixer.config, "block_size", None)
+            keys = min(length, window or blocks or length)
+            masked = (keys - 1) / 2 * (1 if blocks else keys / length)
+            total += 12 * mixer.config.num_heads * mixer.head_dim * masked
+    return round(total)
+
+
 def measure_roofline(recorded: Recorded, moved_bytes: int, *, step_flops: float, rounds: int = 3) -> Roofline:
     """Times each matmul on random data, as many back to back as in the step, so that the GPU's power limit applies.
 
     Args:
         moved_bytes: `unavoidable_bytes` of the step.
-        step_flops: operations of the step, scans and attention included.
+        step_flops: operations of the step, scans and attention included, those of `masked_flops` not.
     """
     seconds: dict[Matmul, list[float]] = {matmul: [] for matmul in recorded.matmuls}
     for _ in range(rounds):
