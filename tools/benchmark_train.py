@@ -108,8 +108,8 @@ class Ours(NamedTuple):
 
     timing: Timing
     flops_per_token: int
-    masked_flops: int
-    """Those of pairs of tokens behind softmax attention's masks."""
+    visible_flops: int
+    """The same without pairs of tokens behind softmax attention's masks."""
     peak_memory_gib: float
     recorded: Recorded | None
     moved_bytes: int
@@ -188,9 +188,7 @@ def measure(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> dict[s
     if ours.device is not None:
         result |= ours.device.describe(timing.median_seconds)
     if eager.recorded is not None:
-        roofline = measure_roofline(
-            eager.recorded, eager.moved_bytes, step_flops=(ours.flops_per_token - ours.masked_flops) * tokens
-        )
+        roofline = measure_roofline(eager.recorded, eager.moved_bytes, step_flops=ours.visible_flops * tokens)
         step = min(timing.median_seconds, eager.timing.median_seconds)
         result |= {"eager_step_seconds_median": eager.timing.median_seconds, **describe_roofline(roofline, step)}
         release_memory()
@@ -246,11 +244,12 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
             engine.model, tokens=tokens, compute_bytes=compute, hidden_bytes=max(compute, 4) if wide else compute
         )
     length = run.data.sequence_length
-    flops, masked = engine.model.training_flops(length), masked_flops(engine.model, length)
+    flops = engine.model.training_flops(length)
+    visible = flops - masked_flops(engine.model, length)
     engine.close()
     if not arguments.roofline or replays:
         recorded = None
-    return Ours(timing, flops, masked, peak, recorded, moved, sent, replays, launch_seconds, device)
+    return Ours(timing, flops, visible, peak, recorded, moved, sent, replays, launch_seconds, device)
 
 
 def eagerly(run: RunConfig) -> RunConfig:

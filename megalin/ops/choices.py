@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-AttentionBackend = Literal["auto", "sdpa", "flash_attn", "mask"]
-"""sdpa: PyTorch's own. flash_attn: the package flash-attn (see check_backend). auto: sdpa, and the package for packed
-sequences and windows that PyTorch has no kernel for. mask: PyTorch's fused attention, for packed sequences and windows
-with a T x S mask."""
+AttentionBackend = Literal["auto", "sdpa", "flash_attn", "flash_attn_4", "mask"]
+"""sdpa: PyTorch's own. flash_attn, flash_attn_4: the packages flash-attn and flash-attn-4 (see check_backend). auto:
+flash_attn_4 on GPUs where it was measured, else sdpa, and flash_attn for packed sequences and windows that PyTorch has
+no kernel for. mask: PyTorch's fused attention, for packed sequences and windows with a T x S mask."""
 DenseForm = Literal["auto", "linear", "quadratic"]
 """linear: Q (K^T V). quadratic: (Q K^T) V. auto: the one with fewer operations."""
 DecayForm = Literal["sigmoid", "double_exp", "step", "power"]

@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
     }
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    for name in ("numpy", "triton", "deepspeed", "flash-attn", "apex"):
+    for name in ("numpy", "triton", "deepspeed", "flash-attn", "flash-attn-4", "apex"):
         if (version := _installed_version(name)) is not None:
             found[name] = version
     return found

@@ -21,7 +21,7 @@ from megalin.train.config import RunConfig
 from megalin.train.environment import versions
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
-_KERNEL_MODULES = ("triton", "megalin._C", "apex", "flash_attn")
+_KERNEL_MODULES = ("triton", "megalin._C", "apex")
 _OF_HOSTS = ("MEGALIN_CACHE",)  # a place, which may differ between hosts
 _NOT_SET = "not set"
 

@@ -1,6 +1,5 @@
-"""Tests of installed NVIDIA apex and flash-attn on a GPU: values, gradients, and runs that use them."""
+"""Tests of installed NVIDIA apex, flash-attn and flash-attn-4 on a GPU: values, gradients, and runs that use them."""
 
-import importlib.util
 import json
 from functools import partial
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from megalin.ops.attention.causal import causal_attention
+from megalin.ops.attention.flash import is_installed
 from megalin.ops.dispatch import backend
 from megalin.ops.dispatch.apex import unavailable_reason
 from megalin.ops.documents import UNPACKED, find_documents
@@ -21,7 +21,13 @@ from tests.model_runs import losses, write_config
 from tests.ops.kernels import assert_as_good_as_the_reference
 
 with_apex = pytest.mark.skipif(bool(unavailable_reason("amp_C")), reason="needs NVIDIA's apex")
-with_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
+with_packages = pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(name.replace("-", "_"), marks=pytest.mark.skipif(not is_installed(name), reason=f"needs {name}"))
+        for name in ("flash-attn", "flash-attn-4")
+    ],
+)
 
 
 @with_apex
@@ -37,22 +43,22 @@ def test_norms_of_apex(op, reference, shape, dtype):
     assert_as_good_as_the_reference(ours, truth, inputs)
 
 
-@with_flash_attn
+@with_packages
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize(("heads", "groups", "width"), [(3, 3, 128), (8, 2, 64)])
 @pytest.mark.parametrize("length", [63, 1000, 1337])
-def test_flash_attn(length, heads, groups, width, window, documents):
+def test_flash_attn(length, heads, groups, width, window, documents, package):
     inputs = make_heads(2, length, heads, groups, width, torch.bfloat16)
     ids = make_documents(documents, 2, length)
     known = UNPACKED if ids is None else find_documents(ids)
 
     def ours(q, k, v):
-        return [causal_attention(q, k, v, documents=known, window=window, backend="flash_attn")]
+        return [causal_attention(q, k, v, documents=known, window=window, backend=package)]
 
     assert_as_good_as_the_reference(ours, partial(unfused, document_ids=ids, window=window), inputs)
     kind = "whole rows" if ids is None and window is None else "packed rows or windows"
-    assert backend.used()[f"softmax_attention of {kind}"] == backend.Choice("flash_attn", "")
+    assert backend.used()[f"softmax_attention of {kind}"] == backend.Choice(package, "")
 
 
 def run(folder, model, *overrides):
@@ -79,9 +85,9 @@ def test_a_run_that_deepspeed_updates_by_apex(monkeypatch, tmp_path):
     assert found["apex"] == pytest.approx(found["reference"], rel=2e-3)
 
 
-@with_flash_attn
-def test_a_run_that_attends_by_flash_attn(tmp_path):
-    ours, kernels = run(tmp_path / "ours", one_block(backend="flash_attn"))
+@with_packages
+def test_a_run_that_attends_by_flash_attn(tmp_path, package):
+    ours, kernels = run(tmp_path / "ours", one_block(backend=package))
     theirs, _ = run(tmp_path / "theirs", one_block(backend="sdpa"))
     assert ours == pytest.approx(theirs, rel=5e-3)
-    assert "flash_attn" in {choice["backend"] for choice in kernels.values()}
+    assert package in {choice["backend"] for choice in kernels.values()}

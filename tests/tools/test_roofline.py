@@ -71,7 +71,7 @@ def test_operations_in_no_matmul_bound_the_mixing_where_they_take_longer_than_it
     ids=["causal", "window", "wide_window", "blocks", "shared_key", "scan"],
 )
 def test_operations_behind_a_mask_are_those_that_no_kernel_needs(sublayer, visible):
-    """What remains of attention's operations are 12 H K for each visible pair of tokens."""
+    """Attention has 12 H K operations left for each visible pair of tokens."""
     from train_benchmarks.roofline import masked_flops
 
     length = 24

@@ -67,10 +67,11 @@ class SoftmaxConfig(MixerConfig):
     """Change of the rotary frequencies for longer texts; left out: none."""
     backend: AttentionBackend = "auto"
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
-    flash_attn: the package flash-attn, on CUDA in bf16 or fp16; training refuses to go on without it. auto: sdpa, and
-    flash_attn for packed documents of head widths that PyTorch has no kernel for. mask: PyTorch's own with a T x T mask
-    of packed documents, slow for long sequences; the host reads no documents, as train.cuda_graphs needs on several
-    ranks."""
+    flash_attn, flash_attn_4: the packages flash-attn and flash-attn-4, on CUDA in bf16 or fp16; training refuses to go
+    on without the one that is asked for. auto: flash_attn_4 where it is installed on Hopper GPUs, but for sequences of
+    one document only from 8,192 tokens on; else sdpa, and flash_attn for packed documents of head widths that PyTorch
+    has no kernel for. mask: PyTorch's own with a T x T mask of packed documents, slow for long sequences; the host
+    reads no documents, as train.cuda_graphs needs on several ranks."""
 
     @property
     def host_reads_documents(self) -> bool:
@@ -85,8 +86,8 @@ class SoftmaxConfig(MixerConfig):
             )
         if self.num_sinks is not None and self.window is None:
             problems.append(f"num_sinks = {self.num_sinks} needs a window, outside of which they are; give one")
-        if self.num_sinks is not None and self.backend == "flash_attn":
-            problems.append('backend = "flash_attn" takes no num_sinks, which need a mask; use "auto" or "sdpa"')
+        if self.num_sinks is not None and self.backend in ("flash_attn", "flash_attn_4"):
+            problems.append(f'backend = "{self.backend}" takes no num_sinks, which need a mask; use "auto" or "sdpa"')
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -77,10 +77,11 @@ class Softmax(Mixer):
         local_heads, cp = heads // tp.size, scope.cp.size
         self.gathers_tokens = local_heads % cp != 0
         self.repeats = cp // math.gcd(cp, self.local_groups)  # of each key-value head, so that cp divides them
-        if self.gathers_tokens and config.backend == "flash_attn":
+        if self.gathers_tokens and config.backend in ("flash_attn", "flash_attn_4"):
             raise ConfigError(
-                f'{scope.path}.backend = "flash_attn" cannot run: parallel.cp = {cp} does not divide the {local_heads} '
-                f'query heads of a rank, so each computes the queries of its own tokens only; use "auto" or "sdpa"'
+                f'{scope.path}.backend = "{config.backend}" cannot run: parallel.cp = {cp} does not divide the '
+                f"{local_heads} query heads of a rank, so each computes the queries of its own tokens only; "
+                'use "auto" or "sdpa"'
             )
         name, std = "model.hidden_size", scope.init_std
         size, bias = heads * self.head_dim, config.qkv_bias
@@ -99,7 +100,8 @@ class Softmax(Mixer):
     def build_mixer_context(self, context: SequenceContext) -> MixerContext:
         # Outside of the block: no graph can hold an error.
         if torch.is_grad_enabled():
-            kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim)
+            group = self.config.num_heads // self.config.key_value_heads
+            kind = (self.config.backend, context.positions.device.type, context.compute_dtype, self.head_dim, group)
             check_backend(*kind, field=f"{self.path}.backend")
         return super().build_mixer_context(context)
 

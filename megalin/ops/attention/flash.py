@@ -1,10 +1,11 @@
-"""Causal softmax attention within documents by FlashAttention-2, torch's own or of the flash-attn package, with a
-self-test against attention under a mask."""
+"""Causal softmax attention within documents by FlashAttention: torch's own kernels, or those of the packages flash-attn
+and flash-attn-4, with a self-test against attention under a mask."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalin.ops.attention import flash4
 from megalin.ops.attention.softmax import softmax_attention, visible_tokens, within_window
 from megalin.ops.dispatch.custom_op import custom_op
 from megalin.ops.documents import UNPACKED, PackedDocuments, find_documents
 
-FlashKernel = Literal["torch", "flash_attn"]
-"""torch: the kernel of PyTorch. flash_attn: the package flash-attn. Both are FlashAttention-2."""
+FlashKernel = Literal["torch", "flash_attn", "flash_attn_4"]
+"""torch: the kernel of PyTorch. flash_attn: the package flash-attn. Both are FlashAttention-2. flash_attn_4: the
+package flash-attn-4, whose kernels are written for compute capability 9.0 and above."""
 
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -27,9 +30,11 @@ _BOUND = 2e-2
 
 
 @functools.cache
-def unavailable_reason(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Reason that a kernel cannot run on tensors of this device type, found once; empty where it can."""
-    return _missing(kernel, device, dtype, head_dim) or _disagreement(kernel, torch.device(device), dtype, head_dim)
+def unavailable_reason(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int, group: int = 1) -> str:
+    """Reason that a kernel cannot run on tensors of this device type, with `group` query heads a key-value head; found
+    once, empty where it can."""
+    missing = _missing(kernel, device, dtype, head_dim)
+    return missing or _disagreement(kernel, torch.device(device), dtype, head_dim, group)
 
 
 def _missing(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int) -> str:
@@ -39,22 +44,53 @@ def _missing(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int
         return f"the tensors are {dtype}, but it needs bfloat16 or float16"
     if head_dim > _LARGEST_HEAD:
         return f"head dimension {head_dim} is above its limit of {_LARGEST_HEAD}"
-    if kernel == "torch" and head_dim % 8:
+    if kernel != "flash_attn" and head_dim % 8:
         return f"head dimension {head_dim} is not a multiple of 8"
-    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed"
+    if kernel != "torch" and not is_installed(package := kernel.replace("_", "-")):
+        return f"the package {package} is not installed"
+    if kernel == "flash_attn_4" and _capability() < flash4.LOWEST:
+        return "compute capability {}.{} is below {}.{}".format(*_capability(), *flash4.LOWEST)
     return ""
 
 
-def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Whether a distribution is installed. Modules do not show it: both packages give parts of flash_attn."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.distribution(package))
+    return False
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+def slower_reason(kernel: FlashKernel, device: str, *, is_short: bool) -> str:
+    """Reason that "auto" leaves a call to torch's kernels though this one is installed; empty where it does not.
+
+    Args:
+        is_short: sequences of one document, of less than `flash4.LONG` tokens.
+    """
+    if kernel != "flash_attn_4" or device not in _DEVICES or not is_installed("flash-attn-4"):
+        return ""
+    if is_short:
+        return f"sequences of less than {flash4.LONG:,} tokens"
+    if (capability := _capability()) == flash4.MEASURED:
+        return ""
+    measured = "{}.{} alone, not on {}.{}".format(*flash4.MEASURED, *capability)
+    return f'it was measured on compute capability {measured}; backend = "flash_attn_4" takes it'
+
+
+def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> str:
     """Largest difference from torch's fp32 attention on a small case, as text; empty where it is within bounds.
 
-    Compares values and all gradients with grouped keys: one document per sequence, packed documents, two of a single
-    token, and windows.
+    Compares values and all gradients, with two key-value heads: one document per sequence, packed documents, two of a
+    single token, and windows.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, weight = (
-        torch.randn(2, 150, heads, head_dim, generator=generator).to(device, dtype) for heads in (4, 2, 2, 4)
+        torch.randn(2, 150, heads, head_dim, generator=generator).to(device, dtype)
+        for heads in (2 * group, 2, 2, 2 * group)
     )
     ids = torch.zeros(2, 150, dtype=torch.int32, device=device)
     ids[1, [1, 2, 70]] = 1
@@ -75,9 +111,14 @@ def _disagreement(kernel: FlashKernel, device: torch.device, dtype: torch.dtype,
                 error = float((actual.float() - truth).norm() / truth.norm())
                 if not error <= _BOUND:
                     return f"its {what} differ from torch's by {error:.1e} ({name})"
-    except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or without a kernel for this GPU
+    except _failures(kernel) as error:  # built for another torch, or without a kernel for this GPU
         return f"it fails: {str(error).partition(chr(10))[0] or type(error).__name__}"
     return ""
+
+
+def _failures(kernel: FlashKernel) -> tuple[type[Exception], ...]:
+    """Errors of a kernel that cannot run; other versions of a package, and its compiler, may raise any."""
+    return (OSError, RuntimeError) if kernel == "torch" else (Exception,)
 
 
 def _output_and_gradients(
@@ -109,11 +150,11 @@ def flash_attention(
     Returns:
         [B, T, H, K] in the dtype of q, accumulated in fp32.
 
-    Source: FlashAttention-2.
+    Source: FlashAttention-2, and its successors for newer GPUs.
     """
     assert (documents.ids is None) == (documents.offsets is None), "documents have ids but no offsets"
-    if kernel == "torch":
-        return _forward(q, k, v, documents.offsets, documents.sizes, window or 0)[0]
+    if kernel != "flash_attn":
+        return _forward(q, k, v, documents.offsets, documents.sizes, window or 0, kernel == "flash_attn_4")[0]
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
 
     exact = torch.are_deterministic_algorithms_enabled()
@@ -134,15 +175,17 @@ def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @custom_op("document_attention", _fake_forward)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int, four: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, K] and log-sum-exp [H, B T]; window 0 means none.
+    """Output [B, T, H, K] and log-sum-exp [H, B T], by torch's kernel or, with `four`, by flash-attn-4's; window 0
+    means none.
 
     A custom op because a graph may not depend on the number of documents and the longest length: with upper bounds
     instead, a kernel runs up to twice as long.
     """
     starts, longest = _extent(q, offsets, sizes, window)
-    output, sums = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
+    attend = flash4.attend if four else _attend
+    output, sums = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
     return output.view(q.shape), sums
 
 
@@ -157,24 +200,26 @@ def _backward(
     offsets: Tensor | None,
     sizes: Tensor | None,
     window: int,
+    four: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     starts, longest = _extent(q, offsets, sizes, window)
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and not four:
         starts = _with_one_sum(starts, q)
     shapes = q.shape, k.shape, v.shape
     dy, q, k, v, output = (x.flatten(0, 1) for x in (dy.contiguous(), q, k, v, output))
-    dq, dk, dv = _attend_backward(dy, q, k, v, output, sums, starts, longest, window)
+    attend_backward = flash4.attend_backward if four else _attend_backward
+    dq, dk, dv = attend_backward(dy, q, k, v, output, sums, starts, longest, window)
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window = inputs
+    *tensors, ctx.window, ctx.four = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, offsets, sizes, output, sums = ctx.saved_tensors
-    return *_backward(dy, q, k, v, output, sums, offsets, sizes, ctx.window), None, None, None
+    return *_backward(dy, q, k, v, output, sums, offsets, sizes, ctx.window, ctx.four), None, None, None, None
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import logging
 import re
 import sys
@@ -20,7 +19,7 @@ from megalin.ops.attention import causal as choice
 from megalin.ops.attention import flash as op
 from megalin.ops.attention import window as windows
 from megalin.ops.attention.causal import causal_attention, check_backend, kernel_for
-from megalin.ops.attention.flash import flash_attention, unavailable_reason
+from megalin.ops.attention.flash import FlashKernel, flash_attention, unavailable_reason
 from megalin.ops.attention.softmax import (
     softmax_attention,
     softmax_attention_reference,
@@ -122,9 +121,9 @@ def attend_backward(dy, q, k, v, output, sums, starts, longest, window):
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """Installs the stand-ins and clears the cached choices of a kernel."""
+    """Installs the stand-ins for torch's kernel and flash-attn, and clears the cached choices of a kernel."""
     module = types.ModuleType("flash_attn")
-    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setattr(op, "is_installed", lambda name: name == "flash-attn")
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(op, "_attend", attend)
@@ -141,18 +140,16 @@ def clear_choices() -> None:
     choice._decide.cache_clear()
 
 
-def chosen(
-    dtype: torch.dtype = DTYPE, head_dim: int = HEAD, device: str = "cpu", backend: str = "auto", unpacked=False
-):
+def chosen(dtype=DTYPE, head_dim=HEAD, device="cpu", *, backend="auto", unpacked=False, is_short=False):
     check_backend(backend, device, dtype, head_dim, field="the.backend")
-    return kernel_for(backend, unpacked, device, dtype, head_dim)
+    return kernel_for(backend, unpacked, device, dtype, head_dim, 1, is_short)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn", "torch"])
 @pytest.mark.parametrize("heads", ["as many", "grouped", "one"])
 @pytest.mark.parametrize("length", [1, 17, 64, 65])
 @pytest.mark.usefixtures("package")
-def test_packed_documents_and_unpacked_sequences_equal_the_definition(length: int, heads: str, kernel: str):
+def test_packed_documents_and_unpacked_sequences_equal_the_definition(length: int, heads: str, kernel: FlashKernel):
     inputs, documents = make_heads(length, heads), documents_of(length)
     for ids in (documents, None):
         documents = UNPACKED if ids is None or length == 1 else find_documents(ids)
@@ -168,7 +165,7 @@ def test_packed_documents_and_unpacked_sequences_equal_the_definition(length: in
 @pytest.mark.parametrize("kernel", ["flash_attn", "torch"])
 @pytest.mark.parametrize("window", [1, 16, 65])
 @pytest.mark.usefixtures("package")
-def test_windows_are_those_of_the_mask(window: int, kernel: str):
+def test_windows_are_those_of_the_mask(window: int, kernel: FlashKernel):
     inputs, ids = make_heads(65), documents_of(65)
     for documents, visible in ((find_documents(ids), visible_tokens(ids)), (UNPACKED, visible_tokens(ids[:1] * 0))):
         actual = flash_attention(**inputs, documents=documents, window=window, kernel=kernel)
@@ -247,9 +244,10 @@ def test_each_choice_is_logged_once(caplog: pytest.LogCaptureFixture):
         f"softmax attention of {rows}, torch.bfloat16 heads of 16 on cpu: "
         for rows in ("packed rows or windows", "whole rows")
     )
+    four = "; not flash_attn_4: the package flash-attn-4 is not installed"
     assert [record.message for record in caplog.records] == [
-        *(packed + kernel for kernel in ("torch", "flash_attn", "torch")),
-        *(whole + kernel for kernel in ("sdpa", "flash_attn", "sdpa")),
+        *(packed + kernel for kernel in ("torch" + four, "flash_attn", "torch")),
+        *(whole + kernel for kernel in ("sdpa" + four, "flash_attn", "sdpa")),
     ]
 
 
@@ -320,7 +318,7 @@ def test_torchs_kernel_takes_what_it_can_and_the_package_the_rest(package, monke
 
 @pytest.mark.usefixtures("package")
 def test_without_the_package_it_is_refused_only_where_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(op, "is_installed", lambda name: False)
     assert chosen() == "torch"
     with pytest.raises(ConfigError, match="cannot run: the package flash-attn is not installed"):
         chosen(backend="flash_attn")
