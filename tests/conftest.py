@@ -1,6 +1,7 @@
 """Common start of every test: one seed, one thread, nothing compiled, and uninitialised memory filled with NaN."""
 
 import gc
+import logging
 import multiprocessing
 import sys
 from collections import Counter
@@ -12,7 +13,8 @@ import torch
 
 from tests.rare_collections import freeze_again
 
-if not torch.cuda.is_available():
+ON_CPU = not torch.cuda.is_available()
+if ON_CPU:
     import tests.interpreter  # noqa: F401
 
 
@@ -25,7 +27,9 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     freeze_again()
-    torch.manual_seed(0)
+    # torch.manual_seed keeps the formatted stack of each call for three kinds of devices that may still be initialised.
+    seed = torch.default_generator.manual_seed if ON_CPU else torch.manual_seed
+    seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # Deterministic mode fills uninitialised memory; cuBLAS refuses it without an environment variable.
@@ -49,9 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the modules and the tests from garbage collections."""
+    """Excludes the modules and the tests from garbage collections, and torch's loggers below `torch` from pytest, which
+    adds handlers to every logger that does not propagate in each phase of a test: to sixty of torch, and to the one for
+    traces of compilations, which then formats every graph."""
     gc.collect()
     gc.freeze()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger) and not logger.propagate:
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 @pytest.hookimpl(trylast=True)
