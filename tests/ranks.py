@@ -45,7 +45,7 @@ _run_ranks = partial(ranks.run_ranks, preload=_PRELOAD)
 
 def fork_context() -> Any:
     """The multiprocessing context whose processes are forked where ranks are: for processes without a process group."""
-    ranks._context.set_forkserver_preload([*ranks._PRELOAD, *_PRELOAD])
+    ranks._context.set_forkserver_preload([*_PRELOAD, *ranks._PRELOAD])
     return ranks._context
 
 

@@ -54,14 +54,14 @@ def run_ranks(
     Args:
         timeout: seconds for the whole call; None: no limit besides that of a collective.
         collective_timeout: seconds for a collective; left out: two fifths of `timeout`, ten minutes at most.
-        preload: modules besides torch's to load into the process that the ranks of all calls are forked from; the
-            first call starts it.
+        preload: modules to load before torch's into the process that the ranks of all calls are forked from; the first
+            call starts it.
 
     Raises:
         RankFailedError: a rank raised (its traceback), died without a report (its exit code, the Python stacks of its
             threads if a signal such as SIGSEGV ended it), or did not report in time.
     """
-    _context.set_forkserver_preload([*_PRELOAD, *preload])
+    _context.set_forkserver_preload([*preload, *_PRELOAD])
     reports, done = _context.Queue(), _context.Event()
     if collective_timeout is None:
         collective_timeout = _COLLECTIVE_SECONDS if timeout is None else min(0.4 * timeout, _COLLECTIVE_SECONDS)
