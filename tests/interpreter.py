@@ -64,6 +64,8 @@ def fix_bf16() -> None:
     def cast_impl(self, source, kind):
         if kind.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
             return _narrowed(source.data)
+        if kind.scalar == tl.float32 and source.dtype.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_widened(source), tl.float32)
         return cast(self, source, kind)
 
     builder.binary_op, builder.unary_op, builder.create_dot = binary_op, unary_op, create_dot
@@ -210,8 +212,12 @@ def _cache_operands() -> None:
     def cast_if_needed(self, x, kind, *rounding, **named):
         return x if x.dtype is kind.scalar else cast(self, x, kind, *rounding, **named)
 
+    def handle_init(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
     core._unwrap_if_constexpr, semantic.scalar_constant = unwrap_if_constexpr, scalar_constant
     semantic.cast = cast_if_needed
+    interpreter.TensorHandle.__init__ = handle_init  # skips a comparison of the sizes of numpy's dtype and Triton's
 
 
 PLAIN = {"fp16", "fp32", "fp64", "int32", "int64"}
