@@ -154,7 +154,8 @@ def folders(with_slow: bool, config: Path, tmp_path_factory: pytest.TempPathFact
         if name in (PAUSED if with_slow else FAST_PAUSED):
             of_world[made[name].paused] = [[*overrides, "train.stop_after_steps=2"], overrides]
     for world_size, runs in calls.items():
-        run_ranks(world_size, _runs, config, [(folder, item) for folder, items in runs.items() for item in items])
+        if runs:
+            run_ranks(world_size, _runs, config, [(folder, item) for folder, items in runs.items() for item in items])
     return made
 
 
