@@ -109,7 +109,7 @@ class Ours(NamedTuple):
     timing: Timing
     flops_per_token: int
     visible_flops: int
-    """The same without pairs of tokens behind softmax attention's masks."""
+    """For the roofline: the same without pairs of tokens behind softmax attention's masks."""
     peak_memory_gib: float
     recorded: Recorded | None
     moved_bytes: int
@@ -236,16 +236,15 @@ def measure_ours(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> O
             recorded, profile = record(lambda: start(number).wait())
         if arguments.profile and mesh.is_first_rank:
             print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=40), file=sys.stderr)
+    flops = visible = engine.model.training_flops(run.data.sequence_length)
     if arguments.roofline:
+        visible -= masked_flops(engine.model, run.data.sequence_length)
         compute = COMPUTE_DTYPES[run.train.dtype].itemsize
         wide = isinstance(run.model, ModelConfig) and run.model.residual_dtype == "float32"
         tokens = run.train.micro_batch_size * run.data.sequence_length
         moved = unavoidable_bytes(
             engine.model, tokens=tokens, compute_bytes=compute, hidden_bytes=max(compute, 4) if wide else compute
         )
-    length = run.data.sequence_length
-    flops = engine.model.training_flops(length)
-    visible = flops - masked_flops(engine.model, length)
     engine.close()
     if not arguments.roofline or replays:
         recorded = None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalin.ops.attention.flash import flash_attention, unavailable_reason
+from megalin.ops.attention.flash import flash_attention, is_installed
 from megalin.ops.documents import DocumentBounds, declare_bounds, find_documents
 from megalin.train import cuda_graphs
 from megalin.train.cuda_graphs import WARM_UP_STEPS, GradientGraph
@@ -80,13 +80,19 @@ def test_a_graph_whose_batch_is_not_replaced_is_seen(tmp_path, monkeypatch):
         replays_of(tmp_path, monkeypatch, LONG, SOFTMAX, BF16)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "flash_attn_4"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "torch",
+        pytest.param(
+            "flash_attn_4", marks=pytest.mark.skipif(not is_installed("flash-attn-4"), reason="needs flash-attn-4")
+        ),
+    ],
+)
 @pytest.mark.parametrize("heads", [1, 2, 16])
 @pytest.mark.parametrize("lengths", [(5, 40, 83), (1,) * 128])
 @pytest.mark.parametrize("window", [None, 7, 100])
 def test_bounds_change_no_bit_of_attention(heads, lengths, window, kernel):
-    if reason := unavailable_reason(kernel, "cuda", torch.bfloat16, 64):
-        pytest.skip(reason)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to("cuda", torch.int32)[None]
     q, k, v, dy = (torch.randn(1, 128, heads, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     exact = None

@@ -256,7 +256,7 @@ def test_an_encoder_is_timed(capsys, monkeypatch):
 
 
 def _of_engines(tools: str, config: str) -> list[dict]:
-    """JSON lines of the same steps with both engines; DeepSpeed's refuses a pipeline."""
+    """JSON lines of the same steps with both engines and by a pipeline, which DeepSpeed's refuses."""
     sys.path.insert(0, tools)
     import benchmark_train
 
@@ -275,6 +275,7 @@ def _of_engines(tools: str, config: str) -> list[dict]:
         line("parallel.zero=2"),
         line(engine, "parallel.zero=2", "train.recompute=true"),
         line(engine, f"train.deepspeed_config={config}"),
+        line("parallel.tp=1", "parallel.pp=2"),
     ]
 
 
@@ -282,7 +283,7 @@ def test_both_engines_are_timed_on_the_same_steps(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     for lines in run_ranks(2, _of_engines, str(ROOT / "tools"), str(path)):
-        assert [line["engine"] for line in lines] == ["fsdp2", "deepspeed", "deepspeed"]
+        assert [line["engine"] for line in lines] == ["fsdp2", "deepspeed", "deepspeed", "fsdp2"]
         assert all(line["step_seconds_median"] > 0 for line in lines)
         for line in lines[1:]:
             assert line["losses"] == pytest.approx(lines[0]["losses"], rel=2e-6)

@@ -48,8 +48,8 @@ def _missing(kernel: FlashKernel, device: str, dtype: torch.dtype, head_dim: int
         return f"head dimension {head_dim} is not a multiple of 8"
     if kernel != "torch" and not is_installed(package := kernel.replace("_", "-")):
         return f"the package {package} is not installed"
-    if kernel == "flash_attn_4" and _capability() < flash4.LOWEST:
-        return "compute capability {}.{} is below {}.{}".format(*_capability(), *flash4.LOWEST)
+    if kernel == "flash_attn_4" and (capability := torch.cuda.get_device_capability()) < flash4.LOWEST:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *flash4.LOWEST)
     return ""
 
 
@@ -59,10 +59,6 @@ def is_installed(package: str) -> bool:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return bool(importlib.metadata.distribution(package))
     return False
-
-
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
 
 
 def slower_reason(kernel: FlashKernel, device: str, *, is_short: bool) -> str:
@@ -75,7 +71,7 @@ def slower_reason(kernel: FlashKernel, device: str, *, is_short: bool) -> str:
         return ""
     if is_short:
         return f"sequences of less than {flash4.LONG:,} tokens"
-    if (capability := _capability()) == flash4.MEASURED:
+    if (capability := torch.cuda.get_device_capability()) == flash4.MEASURED:
         return ""
     measured = "{}.{} alone, not on {}.{}".format(*flash4.MEASURED, *capability)
     return f'it was measured on compute capability {measured}; backend = "flash_attn_4" takes it'

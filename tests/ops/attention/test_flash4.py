@@ -70,7 +70,7 @@ def package_four(package, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamesp
     """Installs the stand-ins for flash-attn-4, too, on a GPU that it was measured on."""
     interface = types.SimpleNamespace(_flash_attn_fwd=four_forward, _flash_attn_bwd=four_backward)
     monkeypatch.setattr(op, "is_installed", lambda name: True)
-    monkeypatch.setattr(op, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash4, "_interface", lambda: interface)
     return interface
 
@@ -105,7 +105,7 @@ def test_its_backward_adds_in_any_order_unless_one_is_asked_for():
     ],
 )
 def test_flash_attn_4_is_taken_where_it_was_measured_or_is_asked_for(monkeypatch, caplog, capability, found, reason):
-    monkeypatch.setattr(op, "_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         assert [chosen(), chosen(unpacked=True)] == found[:2]
     assert reason in caplog.text
