@@ -186,6 +186,9 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
                 if values.get(name) != other.get(name):
                     label = f"input {name}" if group == "inputs" else name
                     yield label, f"{other.get(name)}, now {values.get(name)}"
+            for before, now in zip(other, values, strict=False):
+                if group == "inputs" and before != now:  # the number of a part would be that of another file's part
+                    yield "order of inputs", f"{before}, now {now}"
         elif values != other:
             yield f"number of {group}", f"{other}, now {values}"
 

@@ -265,6 +265,8 @@ def test_resume_refuses_parts_of_other_settings_or_files(tmp_path, mixed):
     preprocess(mixed, _options(tmp_path, subset=PartSubset(0, 2)))
     with pytest.raises(DataError, match="made with another append_eod: False, now True; remove the folder"):
         preprocess(mixed, _options(tmp_path, subset=PartSubset(1, 2), append_eod=True))
+    with pytest.raises(DataError, match=rf"made with another order of inputs: {mixed[0]}, now {mixed[1]}; remove"):
+        preprocess([mixed[1], mixed[0], *mixed[2:]], _options(tmp_path, resume=True))
     os.utime(mixed[1], ns=(0, 0))
     with pytest.raises(DataError, match=r"made with another input .*b\.jsonl: "):
         preprocess(mixed, _options(tmp_path, resume=True))
