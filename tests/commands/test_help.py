@@ -137,7 +137,6 @@ def test_choices_are_those_of_the_library():
     from megalin.commands.data.preprocess import TOKENIZERS
     from megalin.commands.eval import SUITES
     from megalin.data.config import SPLITS
-    from megalin.data.corpus.documents import DEFAULT_DOCUMENT_BYTES
     from megalin.data.corpus.rules import RULES
     from megalin.data.shards.token_files import RAW_DTYPES, Format
     from megalin.evaluation.choices.suite import DEFAULT_TASKS
@@ -159,6 +158,5 @@ def test_choices_are_those_of_the_library():
     assert tuple(RULES) == choices.RULES
     assert tuple(MQAR_SETTINGS) == choices.MQAR_SETTINGS
     assert tuple(TOKENIZERS) == choices.TOKENIZERS
-    assert choices.DOCUMENT_BYTES == DEFAULT_DOCUMENT_BYTES
     assert get_args(Format) == choices.TOKEN_FORMATS
     assert choices.RAW_DTYPES == RAW_DTYPES

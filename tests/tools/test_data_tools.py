@@ -35,7 +35,7 @@ def _preprocess(tmp_path, corpus, *more):
 def test_tools_work_from_text_to_a_described_shard(tmp_path, corpus, capsys):
     tokenizer = str(tmp_path / "t.json")
     assert train_tokenizer.main(["--input", str(corpus), "--vocab-size", "290", "--output", tokenizer]) == 0
-    assert capsys.readouterr().out == f"290 ids: {tokenizer}\n"
+    assert capsys.readouterr() == (f"290 ids: {tokenizer}\n", "left out: 1 x not JSON\n")
     assert _preprocess(tmp_path, corpus, "--tokenizer-model", tokenizer, "--append-eod", "--log-interval", "10") == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("30 documents, ")
@@ -196,6 +196,9 @@ def test_training_that_cannot_work_is_refused(tmp_path, corpus, capsys):
     assert train_tokenizer.main(["--input", str(corpus), "--vocab-size", "9", *output]) == 2
     assert train_tokenizer.main(["--input", str(corpus), "--json-keys", "x", "--vocab-size", "300", *output]) == 3
     assert "empty corpus" in capsys.readouterr().err
+    arguments = ["--input", str(corpus), "--vocab-size", "300", "--max-document-bytes", "9", *output]
+    assert train_tokenizer.main(arguments) == 3
+    assert "left out: 30 x too long\n" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
 
 

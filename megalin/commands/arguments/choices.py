@@ -26,7 +26,7 @@ TOKENIZERS = (
 )
 """Megatron's names of tokenizers: `megalin.commands.data.preprocess.TOKENIZERS`."""
 DOCUMENT_BYTES = 16 << 20
-"""Default of --max-document-bytes: `megalin.data.corpus.documents.DEFAULT_DOCUMENT_BYTES`."""
+"""Default of --max-document-bytes."""
 TOKEN_FORMATS = ("raw", "llm.c", "npy", "datatrove")
 """Formats of token files: `megalin.data.shards.token_files.Format`."""
 RAW_DTYPES = ("uint16", "uint32", "int32", "int64")

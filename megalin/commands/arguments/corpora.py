@@ -20,11 +20,12 @@ def _train_tokenizer(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="files, globs or @FILE: .jsonl, .txt, also .gz, .bz2, .xz, .zst; .parquet, .arrow",
     )
-    add("--json-keys", nargs="+", default=["text"], help="keys of text; bad lines are skipped (text)")
+    add("--json-keys", nargs="+", default=["text"], help="keys of text; bad lines are counted and left out (text)")
     add("--vocab-size", type=int, required=True, help="vocabulary size, with the 256 bytes and <|endoftext|>")
     add("--special-tokens", nargs="+", default=[], help="tokens that never occur in text, as [CLS] [SEP] [MASK] [PAD]")
     add("--initial-alphabet", type=Path, help="UTF-8 file: its characters become single tokens; others remain bytes")
     add("--output", type=Path, required=True, help="path of the tokenizer.json")
+    _add_document_limit(parser)
 
 
 def _preprocess(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +58,15 @@ def _preprocess(parser: argparse.ArgumentParser) -> None:
     _add_limits(parser, log_interval=10_000)
 
 
+def _add_document_limit(parser: argparse.ArgumentParser) -> None:
+    text = f"largest line or text file ({DOCUMENT_BYTES})"
+    parser.add_argument("--max-document-bytes", type=int, default=DOCUMENT_BYTES, help=text)
+
+
 def _add_limits(parser: argparse.ArgumentParser, *, log_interval: int) -> None:
-    add = parser.add_argument
-    add("--max-document-bytes", type=int, default=DOCUMENT_BYTES, help=f"largest line or text file ({DOCUMENT_BYTES})")
+    _add_document_limit(parser)
     interval = f"documents between progress lines, if not on a terminal ({log_interval})"
-    add("--log-interval", type=int, default=log_interval, help=interval)
+    parser.add_argument("--log-interval", type=int, default=log_interval, help=interval)
 
 
 def _add_corpus(parser: argparse.ArgumentParser, *, workers: str = "processes", log_interval: int = 100_000) -> None:

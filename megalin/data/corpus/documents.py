@@ -10,6 +10,7 @@ import lzma
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
@@ -33,7 +34,6 @@ BadKind = Literal[
 ]
 # A blank line is counted with the others, but never stops a run.
 HARMLESS: BadKind = "blank line"
-DEFAULT_DOCUMENT_BYTES = 16 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 1 << 20
@@ -285,9 +285,17 @@ def lines_before(span: Span) -> int:
     return count
 
 
-def iterate_texts(paths: Sequence[Path], keys: Sequence[str], *, limit_bytes: int) -> Iterator[str]:
-    """Yields every text of the files, without bad lines, to train a tokenizer. Raises DataError as `Reader`."""
+def iterate_texts(
+    paths: Sequence[Path], keys: Sequence[str], *, limit_bytes: int, bad_lines: Counter[str]
+) -> Iterator[str]:
+    """Yields every text of the files to train a tokenizer; counts bad lines in `bad_lines`, by kind.
+
+    Raises:
+        DataError, ConfigError: as `Reader`.
+    """
     for path in paths:
-        for document in Reader(whole(path), keys, limit_bytes=limit_bytes):
-            if isinstance(document, Document):
-                yield from document.texts
+        for item in Reader(whole(path), keys, limit_bytes=limit_bytes):
+            if isinstance(item, Document):
+                yield from item.texts
+            else:
+                bad_lines[item.kind] += 1

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import re
+from collections import Counter
 
 import pyarrow
 import pyarrow.feather
@@ -109,9 +110,11 @@ def test_text_file_is_one_document(tmp_path):
     assert _parse(_file(tmp_path, b"", "x.txt"))[0].kind == "blank line"
 
 
-def test_texts_leave_bad_lines_out(tmp_path):
+def test_texts_leave_bad_lines_out_and_count_them(tmp_path):
+    bad_lines = Counter()
     path = _file(tmp_path, b'{"text": "a"}\nbad\n{"text": "b"}')
-    assert list(iterate_texts([path], ["text"], limit_bytes=LIMIT)) == ["a", "b"]
+    assert list(iterate_texts([path], ["text"], limit_bytes=LIMIT, bad_lines=bad_lines)) == ["a", "b"]
+    assert bad_lines == {"not JSON": 1}
 
 
 def test_folder_is_refused(tmp_path):
