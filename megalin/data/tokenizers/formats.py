@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megalin.data.tokenizers.panics import panics_as_data_errors
 from megalin.errors import ConfigError, DataError
 from megalin.files import read_input
 from megalin.optional import require
@@ -22,6 +23,7 @@ FILE_LIMIT_BYTES = 64 << 20
 VOCABULARY_LIMIT = 1 << 22
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
+_LONG_RUN = "it takes no run of a million spaces: leave such texts out, as --max-document-bytes 900000 does"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -153,10 +155,12 @@ class TiktokenTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        return list(self._encoding.encode_ordinary(text))
+        with panics_as_data_errors(self.path, remedy=_LONG_RUN):
+            return list(self._encoding.encode_ordinary(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._encoding.encode_ordinary(text) for text in texts]
+        with panics_as_data_errors(self.path, remedy=_LONG_RUN):
+            return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [token for token in ids if token < len(self._ranks) or token == self.eod_id]

@@ -10,13 +10,11 @@ from megalin.errors import DataError
 
 
 @contextlib.contextmanager
-def panics_as_data_errors(path: Path) -> Iterator[None]:
-    """Raises DataError that names `path`, a tokenizer's file, in place of a panic of the body."""
+def panics_as_data_errors(path: Path, *, remedy: str = "use one without a pathological pattern") -> Iterator[None]:
+    """Raises DataError that names `path`, a tokenizer's file, and ends with `remedy`, in place of a panic."""
     try:
         yield
     except BaseException as error:
         if type(error).__module__ == "pyo3_runtime":  # PanicException, a class of its own in each library
-            raise DataError(
-                f"{path}: its library gave up on this tokenizer: {error}; use one without a pathological pattern"
-            ) from None
+            raise DataError(f"{path}: its library gave up on this tokenizer: {error}; {remedy}") from None
         raise

@@ -276,6 +276,13 @@ def test_pattern_on_which_the_library_panics_is_an_error_of_the_file(path, tmp_p
             encode("a" * 64 + "!")
 
 
+def test_text_on_which_tiktoken_panics_is_an_error_with_a_remedy(ranks, capfd):
+    tokenizer = TokenizerFiles("tiktoken", (str(ranks),), "gpt2").load()
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
+        with pytest.raises(DataError, match=r"t\.tiktoken: its library .*; it takes no run of a million spaces"):
+            encode(" " * 1_000_000 + "a")
+
+
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_training_on_nothing_is_refused(texts):
     with pytest.raises(DataError, match="empty corpus: no text to train a tokenizer on"):
