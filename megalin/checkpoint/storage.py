@@ -311,12 +311,13 @@ def _cut(item: WriteItem, starts: tuple[int, ...], lengths: tuple[int, ...], lim
 
 
 def _groups(pieces: Iterable[TensorPiece], limit_bytes: int) -> Iterator[list[TensorPiece]]:
-    group: list[TensorPiece] = []
+    group, size = list[TensorPiece](), 0
     for piece in pieces:
-        if group and sum(map(num_bytes, group)) + num_bytes(piece) > limit_bytes:
+        if group and size + num_bytes(piece) > limit_bytes:
             yield group
-            group = []
+            group, size = [], 0
         group.append(piece)
+        size += num_bytes(piece)
     if group:
         yield group
 

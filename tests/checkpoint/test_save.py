@@ -9,10 +9,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megalin.checkpoint import storage
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.manifest import file_problems, read_manifest
 from megalin.checkpoint.save import save
@@ -71,6 +73,14 @@ def test_files_stay_below_the_limit_whatever_the_tensors(tmp_path: Path) -> None
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     load(newest(tmp_path), loaded)  # type: ignore[arg-type]
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+def test_the_plan_of_a_file_takes_time_in_proportion_to_its_tensors(tmp_path: Path) -> None:
+    saved = {f"small.{n}": torch.zeros(1) for n in range(200)}
+    with patch.object(storage, "num_bytes", wraps=storage.num_bytes) as sizes:
+        directory = save(tmp_path, step=1, tensors=saved, state={})
+    assert len([*directory.glob("*.safetensors")]) == 1
+    assert sizes.call_count <= 5 * len(saved)
 
 
 def test_a_published_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
