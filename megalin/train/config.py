@@ -203,8 +203,8 @@ class RunConfig(Config):
         if self.train.on_spike != "rollback":
             return []
         problems = []
-        saved = self.checkpoint.keep_steps if self.checkpoint.every_steps is None else [self.checkpoint.every_steps]
-        if not any(step < self.train.steps for step in saved):
+        saved = [*self.checkpoint.keep_steps, self.checkpoint.every_steps]
+        if not any(step is not None and step < self.train.steps for step in saved):
             problems.append(
                 'train.on_spike = "rollback" restores a checkpoint, and the only one is that of the last step; set '
                 'checkpoint.every_steps, or use on_spike = "skip"'

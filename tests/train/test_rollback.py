@@ -291,3 +291,4 @@ def test_rollbacks_need_a_checkpoint_before_the_end_and_an_order_without_one(tmp
     ):
         with pytest.raises(ConfigError, match=message):
             load_run_config(config, [ROLLBACK, *overrides])
+    load_run_config(config, [ROLLBACK, "checkpoint.every_steps=12", "checkpoint.keep_steps=[4]"])
