@@ -39,7 +39,8 @@ class CausalLM(nn.Module):
     Attributes:
         language_model: the model of the training code.
         tokenizer: of the run that the model was loaded from, else None; it may be set.
-        max_positions: tokens that a sequence may have, those that softmax attention was trained on; None: any number.
+        max_positions: tokens that a sequence may have, those that softmax attention was trained on or that have a
+            learned position; None: any number.
     """
 
     __call__: Callable[..., CausalLMOutput]

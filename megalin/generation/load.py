@@ -36,7 +36,7 @@ class GenerationRun(NamedTuple):
 
     @property
     def positions(self) -> int | None:
-        """Tokens that a sequence may have: those that softmax attention was trained on; None for other mixers."""
+        """Tokens that a sequence may have (`max_positions`)."""
         return max_positions(self.config, self.model)
 
     def load_model(
@@ -47,9 +47,9 @@ class GenerationRun(NamedTuple):
 
 
 def max_positions(config: RunConfig, model: ModelConfig) -> int | None:
-    """Tokens that a sequence of a run's decoder may have: those that softmax attention was trained on; None for other
-    mixers."""
-    return config.data.sequence_length if grows(LanguageModel(model)) else None
+    """Tokens that a sequence of a run's decoder may have: those that softmax attention was trained on, else the rows of
+    learned absolute positions; None where neither limits them."""
+    return config.data.sequence_length if grows(LanguageModel(model)) else model.max_positions
 
 
 def open_for_generation(folder: str | Path, *, step: int | None = None) -> GenerationRun:

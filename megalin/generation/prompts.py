@@ -98,8 +98,8 @@ def check_prompts(
         elif positions is not None and len(tokens) + max_tokens > positions:
             problems.append(
                 f"{prompt.source} has {len(tokens)} tokens; with {max_tokens} new ones that is more than the "
-                f"{positions} positions that this softmax model was trained on (data.sequence_length); shorten the "
-                "prompt or generate fewer tokens"
+                f"{positions} positions of this model (of softmax attention data.sequence_length, of learned "
+                "absolute_positions max_positions); shorten the prompt or generate fewer tokens"
             )
     if problems:
         raise ConfigError(shortened(problems))

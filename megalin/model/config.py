@@ -151,6 +151,12 @@ class ModelConfig(StackConfig):
         return self
 
     @property
+    def max_positions(self) -> int | None:
+        """Longest sequence with learned absolute positions, in tokens: rows of their table; None without them."""
+        found = _with_learned_positions(self)
+        return None if found is None else found[1].max_positions
+
+    @property
     def output_std(self) -> float:
         """Standard deviation of the initial matrices that write to the residual stream."""
         if self.output_init == "plain":
@@ -229,6 +235,21 @@ class EncoderConfig(StackConfig):
 
 AnyModelConfig = ModelConfig | EncoderConfig
 """The config of any model."""
+
+
+def _with_learned_positions(model: ModelConfig) -> tuple[str, PositionedAttentionConfig] | None:
+    """The first sub-layer with learned absolute positions and its dotted path."""
+    for path, block in model.blocks():
+        for index, sublayer in enumerate(block.sublayers):
+            if isinstance(sublayer, PositionedAttentionConfig) and sublayer.absolute_positions == "learned":
+                return f"{path}.sublayers.{index}", sublayer
+    return None
+
+
+def max_positions_key(model: AnyModelConfig) -> str:
+    """The dotted key of the model's `max_positions`, for errors."""
+    found = None if isinstance(model, EncoderConfig) else _with_learned_positions(model)
+    return f"{'model' if found is None else found[0]}.max_positions"
 
 
 def parse_model(values: Mapping[str, Any], source: str) -> AnyModelConfig:

@@ -11,7 +11,7 @@ import pydantic
 from megalin.checkpoint.config import CheckpointConfig
 from megalin.config import Config, parse
 from megalin.data.config import DataConfig
-from megalin.model.config import EncoderConfig, ModelField
+from megalin.model.config import EncoderConfig, ModelField, max_positions_key
 from megalin.optim.config import OptimizerConfig, ScheduleConfig
 from megalin.parallel.config import ParallelConfig
 from megalin.train.config_file import read_config, resolve
@@ -228,22 +228,24 @@ class RunConfig(Config):
     def _kind_problems(self) -> list[str]:
         """Mismatches between the kinds of model and data."""
         model, data = self.model, self.data
+        problems = []
+        if model.max_positions is not None and data.sequence_length > model.max_positions:
+            problems.append(
+                f"data.sequence_length = {data.sequence_length} is more than {max_positions_key(model)} = "
+                f"{model.max_positions}; lower it, or raise max_positions"
+            )
         if not isinstance(model, EncoderConfig):
             tables = [name for name in ("masking", "classification") if getattr(data, name) is not None]
-            return [
+            problems += [
                 f'data.{name} makes samples for an encoder, but model.kind = "decoder"; remove one of them'
                 for name in tables
             ]
-        problems = [*encoder_data_problems(model, data)]
+            return problems
+        problems += encoder_data_problems(model, data)
         if self.train.max_label_fraction < 1.0:
             problems.append(
                 f"train.max_label_fraction = {self.train.max_label_fraction} is for decoders; an encoder's head "
                 "computes the masked tokens only: leave it out"
-            )
-        if data.sequence_length > model.max_positions:
-            problems.append(
-                f"data.sequence_length = {data.sequence_length} is more than model.max_positions = "
-                f"{model.max_positions}; lower it, or raise max_positions"
             )
         return problems
 

@@ -13,7 +13,7 @@ from megalin.layers.config import MixerConfig
 from megalin.layers.mixer_configs.ffn import FFNConfig
 from megalin.layers.mixer_configs.glu import GLUConfig
 from megalin.layers.mixer_configs.softmax import SoftmaxConfig
-from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig
+from megalin.model.config import AnyModelConfig, BlockConfig, EncoderConfig, ModelConfig, max_positions_key
 from megalin.ops.choices import ALIGNMENT
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.cross_entropy import IGNORED_LABEL
@@ -228,7 +228,7 @@ def make_case(
     """Builds the comparison for the command's options.
 
     Raises:
-        ConfigError: a length below 1, below the model's widest window, above an encoder's positions, or not divisible
+        ConfigError: a length below 1, below the model's widest window, above its learned positions, or not divisible
             by the mesh; a size that tp does not divide; a model that cannot split its sequences.
     """
     num_stages = parallel.pp * parallel.pp_stages_per_rank
@@ -238,9 +238,10 @@ def make_case(
     length = (shrunk_length(num_shards) if not full else 8 * num_shards * 9) if length is None else length
     if length < 1:
         raise ConfigError(f"--length {length}: a sequence has at least 1 token")
-    if isinstance(chosen, EncoderConfig) and length > chosen.max_positions:
+    if chosen.max_positions is not None and length > chosen.max_positions:
         raise ConfigError(
-            f"--length {length}: the model has model.max_positions = {chosen.max_positions}; use at most that length"
+            f"--length {length}: the model has {max_positions_key(chosen)} = {chosen.max_positions}; use at most that "
+            "length"
         )
     if problem := parallel.length_problem(length):
         raise ConfigError(f"--length {length} {problem}")

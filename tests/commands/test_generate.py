@@ -17,7 +17,7 @@ from megalin.errors import ConfigError
 from megalin.generation import cast_weights, load_for_generation
 from megalin.generation.load import GenerationRun
 from megalin.generation.prompts import Prompt, check_prompts
-from tests.cases import CASES, build
+from tests.cases import CASES, GLU, attention, build, model
 from tests.model_runs import CPU, checkpoint_tensors
 
 LINES = [{"prompt": "!#%", "id": 7}, {"prompt": "a"}, {"prompt": "longer than the others", "completion": "old"}]
@@ -225,8 +225,10 @@ def test_prompts_beyond_the_positions_of_softmax_attention_are_refused():
         check_prompts(prompts, [[1] * 8, [1] * 9], max_tokens=4, positions=12)
 
 
-def test_only_softmax_attention_limits_positions():
+def test_only_softmax_attention_and_learned_positions_limit_positions():
     config = SimpleNamespace(data=SimpleNamespace(sequence_length=64))
+    learned = model({"sublayers": [attention("transnormer", absolute_positions="learned", max_positions=90), GLU]})
+    assert GenerationRun(config, learned, None, None).positions == 90
     limits = {case.name: GenerationRun(config, case.model, None, None).positions for case in CASES}
     assert {name for name, limit in limits.items() if limit == 64} == {"softmax", "softmax-grouped"}
     assert set(limits.values()) == {64, None}

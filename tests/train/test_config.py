@@ -88,6 +88,14 @@ def test_window_beyond_the_sequence_is_refused_before_any_rank_starts(path):
     check_launch(load_run_config(path, [attention.replace("37", "36")]), 1)
 
 
+def test_sequence_beyond_the_learned_positions_is_refused_before_any_rank_starts(path):
+    first = "model.layers.0.sublayers.0"
+    assert (
+        f"data.sequence_length = 36 is more than {first}.max_positions = 35; lower it, or raise max_positions"
+    ) in message(path, f"{first}.absolute_positions=learned", f"{first}.max_positions=35")
+    load_run_config(path, [f"{first}.absolute_positions=learned", f"{first}.max_positions=36"])
+
+
 def test_window_beyond_the_sequences_of_an_encoder_is_refused():
     (encoder,) = (case.model for case in ENCODERS if case.name == "local")
     with pytest.raises(
