@@ -214,7 +214,7 @@ def _decay_step(
         None if unnormed is None else unnormed.x.contiguous(),
         None if theta is None else theta.contiguous(),
         positions.contiguous(),
-        None if slopes is None else slopes.float(),
+        None if slopes is None else slopes.float().contiguous(),
         state,
         following,
         form=form,

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
-from megalin.ops.dispatch.custom_op import custom_op
+from megalin.ops.dispatch.custom_op import contiguous, custom_op
 from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.fusion import left_to_inductor
 from megalin.ops.dispatch.operands import check_operands
@@ -57,8 +57,7 @@ def gated_squares(
     choice = backends.choose("gated_squares", backend, x.device.type, _unsupported(x, gate, weight), case=case)
     if choice == "reference" or left_to_inductor("gated_squares", backend):
         return gated_squares_reference(x, gate, weight, gate_first=gate_first)
-    gate = None if gate is None else gate.contiguous()
-    return GatedSquares(*_forward(x.contiguous(), gate, weight, gate_first))
+    return GatedSquares(*_forward(x.contiguous(), contiguous(gate), contiguous(weight), gate_first))
 
 
 def gated_squares_reference(

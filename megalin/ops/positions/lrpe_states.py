@@ -86,7 +86,7 @@ def enter_segments(
     choice = backends.choose("enter_segments", backend, added.device.type, _unsupported(added), case=case)
     if choice == "reference":
         return enter_segments_reference(added, initial, angle, decay, continues, form=form)
-    entering, leaving = _enter(added, initial, angle, decay, continues, form)
+    entering, leaving = _enter(added, initial, angle.contiguous(), decay, continues, form)
     return SegmentStates(entering, leaving)
 
 

@@ -114,7 +114,7 @@ def _compiled_scan(
     q, k, v = (padded(x, -x.shape[-1] % WIDTH_UNIT) for x in (q, k, v))
     if initial_state is not None:
         initial_state = padded(initial_state.float(), v.shape[-1] - value, k.shape[-1] - key)
-    inputs = (q, k, v, None if slopes is None else slopes.float(), document_ids)
+    inputs = (q, k, v, None if slopes is None else slopes.float().contiguous(), document_ids)
     output, state = run_scan(
         KERNELS[backend], inputs, initial_state=initial_state, shard=shard, state_gradient=state_gradient
     )

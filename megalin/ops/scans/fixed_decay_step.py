@@ -48,7 +48,7 @@ def decay_step(
     choice = backends.choose("decay_step", backend, v.device.type, _unsupported(q, k, v, state), case=case)
     if choice == "reference":
         return decay_step_reference(q, k, v, slopes, state)
-    slopes = None if slopes is None else slopes.float()
+    slopes = None if slopes is None else slopes.float().contiguous()
     if in_place and state.is_contiguous():
         from megalin._triton.scans import fixed_decay_step as kernels
 

@@ -50,7 +50,7 @@ def decay_state(
     case = check_operands("decay_state", operands, "HKV")
     if backends.choose("decay_state", backend, v.device.type, _unsupported(k, v), case=case) == "reference":
         return decay_state_reference(k, v, slopes, document_ids=document_ids)
-    return _state(k, v, None if slopes is None else slopes.float(), document_ids)
+    return _state(k, v, None if slopes is None else slopes.float().contiguous(), document_ids)
 
 
 def decay_state_reference(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from megalin.ops.scans.vector_decay_step import vector_decay_step_reference
 
 BATCH, HEADS, HEAD, WIDTH, EPS = 2, 3, 20, 36, 1e-2
 POSITIONS = torch.tensor([5, 1030])
-SLOPES = torch.tensor([0.0, 0.3, 4.0])
+SLOPES = torch.tensor([0.0, 0.3, 4.0]).repeat_interleave(2)[::2]  # strided
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 

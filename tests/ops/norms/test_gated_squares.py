@@ -54,6 +54,12 @@ def test_rows_of_a_wider_dtype_than_their_gate_are_taken():
     )
 
 
+def test_the_triton_kernel_takes_a_strided_weight():
+    x, weight = torch.randn(1, 64), torch.randn(64, 2)[:, 0]
+    found, expected = (gated_squares(x, weight=w, backend="triton") for w in (weight, weight.contiguous()))
+    assert torch.equal(found.product, expected.product)
+
+
 def test_fp64_is_refused_by_the_kernel():
     with pytest.raises(KernelError, match=r"gated_squares: the triton kernel does not take dtype torch\.float64"):
         gated_squares(torch.ones(2, 3, dtype=torch.float64), backend="triton")

@@ -79,7 +79,7 @@ def test_the_kernels_are_as_good_as_the_reference(form, packed, entered, segment
     ids = documents(8 * segments) if packed else None
 
     def run(added, theta, backend, initial=None):
-        slopes = SLOPES.to(added.dtype)
+        slopes, theta = SLOPES.to(added.dtype), theta.mT.contiguous().mT
         options = {"form": form, "length": 8, "document_ids": ids, "backend": backend}
         return enter_segments(added, theta, slopes, initial=initial, **options)
 

@@ -7,6 +7,7 @@ from megalin.errors import KernelError
 from megalin.ops.scans import fixed_decay_step as ops
 from megalin.ops.scans.fixed_decay import decay_scan
 from megalin.ops.scans.fixed_decay_step import decay_step, decay_step_reference
+from megalin.ops.scans.states import decay_state
 from tests.ops.scans.scans import Case, initial_state, make_inputs
 
 SLOPES = {"none": None, "mild": (0.0, 0.07), "strong": (20.0, 3.0)}
@@ -22,6 +23,24 @@ def test_memory_that_the_copy_engine_cannot_read_is_copied():
     expected = decay_scan(**inputs, **options, backend="triton")
     for changed in (moved, odd):
         assert torch.equal(decay_scan(**changed, **options, backend="triton").output, expected.output)
+
+
+OPS = {
+    "decay_scan": lambda q, k, v, slopes, _, **options: decay_scan(q[None], k[None], v[None], slopes, **options),
+    "decay_state": lambda _, k, v, slopes, __, **options: [decay_state(k[None], v[None], slopes, **options)],
+    "decay_step": decay_step,
+}
+
+
+@pytest.mark.parametrize("view", [lambda x: x.repeat_interleave(2)[::2], lambda x: x[:1].expand(2)])
+@pytest.mark.parametrize("name", OPS)
+def test_strided_slopes(name, view):
+    """A column of a table, and one slope of all heads."""
+    slopes = view(torch.tensor([0.1, 0.7]))
+    q, k, v = (torch.randn(3, 2, 16).bfloat16() for _ in range(3))
+    state = torch.randn(3, 2, 16, 16)
+    found, expected = (OPS[name](q, k, v, x, state, backend="triton") for x in (slopes, slopes.contiguous()))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("decay", SLOPES)
