@@ -76,5 +76,7 @@ def _check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
         kind = kinds.get(key)
         if kind is None:
             raise DataError(f"{path}: has no column {key!r}, only {', '.join(kinds)}; change --json-keys")
+        if (count := schema.names.count(key)) > 1:
+            raise DataError(f"{path}: has {count} columns {key!r}; rename all but one, or change --json-keys")
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)):
             raise DataError(f"{path}: column {key!r} has type {kind}, not string; change --json-keys")

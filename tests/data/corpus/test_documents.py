@@ -232,12 +232,15 @@ def test_parquet_rows_without_text_are_reported_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("body", r"x\.parquet: has no column 'body', only text, n; change"),
+        ("body", r"x\.parquet: has no column 'body', only text, n, title; change"),
         ("n", "column 'n' has type int64, not string"),
+        ("title", r"x\.parquet: has 2 columns 'title'; rename all but one, or change --json-keys"),
     ],
 )
 def test_parquet_without_a_column_of_text_is_refused(tmp_path, key, message):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    columns = [pyarrow.array(values) for values in (["a"], [1], ["b"], ["c"])]
+    table = pyarrow.Table.from_arrays(columns, ["text", "n", "title", "title"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(DataError, match=message):
         _parse(tmp_path / "x.parquet", keys=(key,))
 
