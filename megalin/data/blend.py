@@ -127,7 +127,9 @@ class _WeightTree:
     def _left(self, first: int, end: int) -> tuple[int, int]:
         """The left side's fraction of a node's weight in units of 2^-24, and the first source of the right side."""
         middle = (first + end) // 2
-        fraction = (self._sums[middle] - self._sums[first]) / (self._sums[end] - self._sums[first])
+        weight = self._sums[end] - self._sums[first]
+        # The weight of a node is 0 where its sources are below the rounding of the sum of the sources before them.
+        fraction = (self._sums[middle] - self._sums[first]) / weight if weight else (middle - first) / (end - first)
         # Both sides get some, however small their weight: every source with a weight is sampled.
         return min(max(round(float(fraction) * _UNIT), 1), _UNIT - 1), middle
 

@@ -18,7 +18,8 @@ def _order(weights, sizes=None, seed=3, phases=()):
 
 
 @pytest.mark.parametrize(
-    "weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [5.0, 0.0, 2.0, 1e-4], [*range(1, 12)], [1e9, 1.0, 1.0]]
+    "weights",
+    [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [5.0, 0.0, 2.0, 1e-4], [*range(1, 12)], [1e9, 1.0, 1.0], [1.0, 1e-20, 1e-20]],
 )
 def test_no_source_is_ever_far_from_its_fraction(weights):
     sources, ranks = _order(weights).sources(ALL)
