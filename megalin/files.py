@@ -63,8 +63,7 @@ def _regular(descriptor: int, path: Path) -> int:
     """The open descriptor, if it is of a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        expected = "expected a regular file, found a folder, pipe or device"
-        raise NotRegularFileError(errno.EINVAL, expected, str(path))
+        raise NotRegularFileError(errno.EINVAL, "expected a regular file, found a folder, pipe or device", str(path))
     return descriptor
 
 
@@ -148,6 +147,7 @@ def _data_errors(path: Path, remedy: str) -> Iterator[None]:
     except (NotRegularFileError, FileTooLargeError) as error:
         raise DataError(f"{path}: {error.strerror}; {remedy}") from None
     except OSError as error:
+        remedy = "raise its limit (ulimit -n), or merge files" if error.errno == errno.EMFILE else remedy
         reader = f"user {os.getuid()}{_mode(path)}"
         raise DataError(f"{path}: cannot be read by {reader}: {error.strerror}; {remedy}") from None
 

@@ -46,17 +46,22 @@ def test_links_are_followed_only_where_asked(tmp_path):
         read_limited(tmp_path / "link", limit_bytes=3, follow_links=False)
 
 
-def test_missing_and_unreadable_files_are_named_with_the_remedy(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.EACCES, "Permission denied; check --input"),
+        (errno.EMFILE, r"Too many open files; raise its limit \(ulimit -n\), or merge files"),
+    ],
+)
+def test_missing_and_unreadable_files_are_named_with_the_remedy(tmp_path, monkeypatch, number, problem):
     def deny(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     with pytest.raises(DataError, match="x: no such file; check --input"):
         read_input(tmp_path / "x", limit_bytes=3, remedy=REMEDY)
     (tmp_path / "x").touch(0o640)
     monkeypatch.setattr("os.open", deny)
-    with pytest.raises(
-        DataError, match=r"x: cannot be read by user \d+ \(mode 640, owner \d+\): Permission denied; check --input"
-    ):
+    with pytest.raises(DataError, match=rf"x: cannot be read by user \d+ \(mode 640, owner \d+\): {problem}$"):
         read_input(tmp_path / "x", limit_bytes=3, remedy=REMEDY)
 
 
