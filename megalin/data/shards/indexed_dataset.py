@@ -334,7 +334,7 @@ class ShardWriter:
         assert values.dtype.kind in "iu", values.dtype
         assert label_mask is None or (self._label_mask is not None and label_mask.shape == values.shape), label_mask
         path = bin_path(self.prefix)
-        if values.size and values.dtype != self.dtype:
+        if values.size and (values.dtype != self.dtype or self.dtype.kind == "i"):
             limit = int(np.iinfo(self.dtype).max)
             low, high = int(values.min()), int(values.max())
             if low < 0 or high > limit:

@@ -312,13 +312,17 @@ def test_flipped_bits_of_an_index_are_refused(tmp_path):
     assert all(message.startswith(f"{tmp_path}/x.") for message in messages)
 
 
-@pytest.mark.parametrize(("dtype", "token"), [(np.uint16, 65536), (np.uint16, -1), (np.int32, 2**31), (np.int32, -7)])
-def test_writer_refuses_ids_that_do_not_fit(tmp_path, dtype, token):
+@pytest.mark.parametrize(
+    ("dtype", "ids"),
+    [(np.uint16, [65536]), (np.uint16, [1, -1]), (np.int32, [2**31]), (np.int32, [-7]), (np.int32, np.int32([1, -7]))],
+)
+def test_writer_refuses_ids_that_do_not_fit(tmp_path, dtype, ids):
+    token = ids[-1]
     with (
         ShardWriter(tmp_path / "x", np.dtype(dtype)) as writer,
         pytest.raises(DataError, match=rf"x\.bin: expected token ids from 0 to \d+ .*; found {token}"),
     ):
-        writer.add_sequence([1, token])
+        writer.add_sequence(ids)
 
 
 def test_writer_refuses_a_folder_that_is_missing(tmp_path):
