@@ -64,12 +64,16 @@ def open_split(
         seed: of the masks of a `MaskedDataset`.
 
     Raises:
-        ConfigError: an invalid config, or a split that it does not have.
+        ConfigError: an invalid config, a split that it does not have, or training data in Megatron-LM's order.
         DataError: bad shards, too few tokens, or another tokenizer than the one that made a shard.
     """
     config = data if isinstance(data, DataConfig) else parse(DataConfig, data, "the data's config")
     if split not in SPLITS or not config.has(split):
         raise ConfigError(f"split = {split!r}: the config has none; it may name shards as {', '.join(SPLITS)}")
+    if split == "train" and config.order == "megatron":
+        raise ConfigError(
+            'data.order = "megatron": only runs have this order, `batches` would have another; set order = "megalin"'
+        )
     return open_dataset(config, split, vocab_size, seed)
 
 

@@ -140,6 +140,8 @@ def test_batches_are_those_of_the_run(values: dict[str, Any], trained: Path):
     assert found == pytest.approx(losses(trained)[:1], rel=1e-6)
     with pytest.raises(ConfigError, match="split = 'test': the config has none"):
         megalin.datasets.open_split(config.data, "test", vocab_size=257)
+    with pytest.raises(ConfigError, match=r'data\.order = "megatron": only runs have this order'):
+        megalin.datasets.open_split(values["data"] | {"order": "megatron"}, vocab_size=257)
     with pytest.raises(ConfigError, match="the data's config: 1 problem"):
         megalin.datasets.open_split(values["data"] | {"sequence_len": 3}, vocab_size=257)
 
