@@ -19,6 +19,9 @@ from megalin.terminal_output import escaped_output
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
+_INTERRUPTED_TEXT = (
+    "interrupted; the same command continues a run from its newest checkpoint, and with --resume the work on a corpus"
+)
 SPIN_COUNT = "1000"
 """Iterations for which an idle OpenMP thread spins before it sleeps: libgomp's own number for more threads than cores.
 By default it is 300,000, and steps on a CPU take up to 20 times as long where other programs use the cores."""
@@ -35,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             return error.exit_code
         except KeyboardInterrupt:
             if os.environ.get("RANK", "0") == "0":  # a terminal interrupts all ranks of a host
-                print("interrupted; a run continues from its newest checkpoint with the same command", file=sys.stderr)
+                print(_INTERRUPTED_TEXT, file=sys.stderr)
             return INTERRUPTED
 
 
