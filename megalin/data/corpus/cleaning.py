@@ -1,4 +1,4 @@
-"""Cleaning of a corpus by rules, with counts and examples for each rule; order and other fields stay."""
+"""Cleaning of a corpus by rules, with counts and examples for each rule; order and other JSON fields stay."""
 
 from __future__ import annotations
 
