@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +94,7 @@ class RankOutput:
         self._rests: dict[tuple[int, bool], bytes] = {}
         self._waiting: deque[_Waiting] = deque()
         self._recent: deque[_Waiting] = deque()
+        self._recent_ranks: dict[str, Counter[int]] = {}  # by text: each rank's number of such lines in `_recent`
         self._shows_missing = True
 
     def add(self, rank: int, data: bytes, now: float, *, shown: bool) -> None:
@@ -119,16 +120,27 @@ class RankOutput:
     def show(self, now: float, *, rest: bool = False) -> None:
         """Shows the lines that are due; with `rest`, all that wait."""
         while self._recent and self._recent[0].due < now - _SAME_SECONDS:
-            self._recent.popleft()
+            self._drop_oldest()
         due = [line for line in self._waiting if rest or line.due <= now]
         self._waiting = deque(line for line in self._waiting if not rest and line.due > now)
         for line in sorted(due, key=lambda line: line.rank > 0):
-            same = any(line.text == other.text and line.rank != other.rank for other in self._recent)
+            ranks = self._recent_ranks.setdefault(line.text, Counter())
+            same = any(rank != line.rank for rank in ranks)
             missing = line.text.startswith("RankFailedError: ") and not self._shows_missing
             if line.prefix is not None and line.text and not same and not missing:
                 print(f"{line.prefix}{line.text}", file=sys.stderr)
             self._recent.append(line)
+            ranks[line.rank] += 1
         sys.stderr.flush()
+
+    def _drop_oldest(self) -> None:
+        line = self._recent.popleft()
+        ranks = self._recent_ranks[line.text]
+        ranks[line.rank] -= 1
+        if not ranks[line.rank]:
+            del ranks[line.rank]
+        if not ranks:
+            del self._recent_ranks[line.text]
 
     def hide_missing_ranks(self) -> None:
         """Shows no more errors of ranks that miss another one: it has ended, and the reason is known."""

@@ -18,6 +18,7 @@ from megalin.errors import ConfigError, DataError, PreemptedError, RankFailedErr
 from megalin.launch import adopt_launcher
 from megalin.launcher.launcher import NO_LIMITS, launch
 from megalin.launcher.outcome import GroupEnd, outcome
+from megalin.launcher.output import RankOutput
 from megalin.launcher.rank_process import Ending, ForkedProcess
 from megalin.launcher.signals import RecordedSignals
 from megalin.parallel.diagnosis import StallLimits
@@ -223,6 +224,19 @@ def test_text_of_libraries_is_kept_and_ours_is_shown(tmp_path, capfd):
     kept = (folder / "ranks.log").read_bytes().splitlines()
     assert kept.count(b"rank 1: frame #0: c10::Error\x1b[2J") == 1
     assert len(kept) == 7
+
+
+def test_the_time_for_a_line_does_not_grow_with_the_lines_before(capsys):
+    output, start = RankOutput(), time.process_time()
+    for number in range(12_000):
+        output.add(1 + number % 2, b"line %d\n" % (number // 2), number / 1000, shown=True)
+        if number % 100 == 0:
+            output.show(number / 1000)
+    output.show(12.0, rest=True)
+    assert time.process_time() - start < 2.0
+    assert capsys.readouterr().err.splitlines() == [f"rank 1: line {number}" for number in range(6_000)]
+    output.show(1e3)  # after the time of the same line
+    assert not output._recent_ranks
 
 
 def test_a_signal_is_passed_on_and_ranks_that_save_end_with_75(tmp_path, capfd):
