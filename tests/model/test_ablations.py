@@ -235,8 +235,8 @@ def test_switches_together_agree_with_one_process_on_two_pipeline_stages():
             r"window = 4 and block_size = 4 are two choices of visible tokens; give one",
         ),
         (
-            {"type": "softmax", "num_heads": 12, "num_sinks": 2, "backend": "flash_attn"},
-            r'(?s)num_sinks = 2 needs a window.*backend = "flash_attn" takes no num_sinks',
+            {"type": "softmax", "num_heads": 12, "head_dim": 5, "num_sinks": 2, "backend": "flash_attn"},
+            r'(?s)head_dim = 5 is odd.* use 6.*num_sinks = 2 needs a window.*backend = "flash_attn" takes no num_sinks',
         ),
     ],
 )

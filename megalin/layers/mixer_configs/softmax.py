@@ -78,8 +78,13 @@ class SoftmaxConfig(MixerConfig):
         return self.backend != "mask"
 
     @pydantic.model_validator(mode="after")
-    def _visible_tokens_agree(self) -> Self:
+    def _keys_agree(self) -> Self:
         problems = []
+        if self.head_dim is not None and self.head_dim % 2:
+            problems.append(
+                f"head_dim = {self.head_dim} is odd, but rotary positions need an even width; use "
+                f"{self.head_dim + 1}, or leave it out"
+            )
         if self.window is not None and self.block_size is not None:
             problems.append(
                 f"window = {self.window} and block_size = {self.block_size} are two choices of visible tokens; give one"
