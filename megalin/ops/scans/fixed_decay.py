@@ -72,8 +72,8 @@ def decay_scan(
             256, the CUDA one only bf16.
 
     Returns:
-        ScanOutput. Matmuls take operands in the dtype of v and accumulate in fp32; states are accumulated in fp32 (fp64
-        for fp64 inputs).
+        ScanOutput. Matmuls take operands in the dtype of v, that of q and k in the wider of theirs, and accumulate in
+        fp32; states are accumulated in fp32 (fp64 for fp64 inputs).
 
     Raises:
         KernelError: an explicit backend that cannot run.
@@ -133,13 +133,14 @@ def decay_scan_reference(
 ) -> ScanOutput:
     """`decay_scan` in plain PyTorch; T need not be a multiple of C.
 
-    q k^T and the matmuls with v stay in the dtype of v; states are computed in fp32 (fp64 for fp64 inputs).
+    q k^T is computed in the wider dtype of q and k, the matmuls with v in the dtype of v, and states in fp32 (fp64 for
+    fp64 inputs).
     """
     length, heads = q.shape[1:3]
     chunk = min(chunk_size, length)
-    wide = compute_dtype(v)
+    wide, common = compute_dtype(v), torch.promote_types(q.dtype, k.dtype)
     s = torch.zeros(heads, dtype=wide, device=v.device) if slopes is None else slopes.to(wide)
-    q, k, v = (split_chunks(x, chunk) for x in (q, k, v))  # [B, H, N, C, K or V]
+    q, k, v = (split_chunks(x, chunk) for x in (q.to(common), k.to(common), v))  # [B, H, N, C, K or V]
     documents = chunk_documents(document_ids, length, chunk, v.device)  # [1 or B, N, C]
     index = torch.arange(chunk, device=v.device)
     # Tokens before the start of chunk i, i = 0..N: the last chunk ends with the last real token, not with the padding.

@@ -202,6 +202,17 @@ def test_low_precision_errs_at_most_twice_as_much_as_the_recurrence(dtype: torch
     assert not {n: (error, allowed[n]) for n, error in found.items() if not error <= 2.0 * allowed[n]}
 
 
+@pytest.mark.parametrize("wide", ["q", "k", "v"])
+def test_inputs_of_two_dtypes_are_taken(wide: str):
+    inputs = make_inputs(20, torch.bfloat16)
+    exact = {name: x.double() for name, x in inputs.items()}
+    inputs[wide] = inputs[wide].float()
+    found, truth = (decay_scan(slopes=slopes_of("mild"), **x) for x in (inputs, exact))
+    assert found.output.dtype == inputs["v"].dtype
+    assert relative_error(found.output.double(), truth.output) < 1e-2
+    assert relative_error(found.state.double(), truth.state) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_outputs_keep_the_dtype_and_states_are_wide(dtype: torch.dtype):
     inputs = make_inputs(20, dtype)
