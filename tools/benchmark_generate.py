@@ -31,6 +31,7 @@ from megalin.commands.base import model_from
 from megalin.errors import ConfigError
 from megalin.generation import Sampling, cast_weights
 from megalin.generation.decoder import Decoder, capture_cuda_graph, grows
+from megalin.generation.sampling import check_sampling
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.initialisation import init_weights
@@ -192,6 +193,7 @@ def environment(device: torch.device) -> dict[str, object]:
 
 def benchmark(args: argparse.Namespace) -> None:
     """Prints a line for each batch, sampling and mode."""
+    check_sampling(Sampling(args.temperature, args.top_k, args.top_p))
     device = compute_device()
     model = build(args, device)
     modes = args.modes or (["eager"] if device.type == "cpu" else list(MODES))

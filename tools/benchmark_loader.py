@@ -101,6 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=40, help="timed steps (40)")
     add("--step-seconds", type=float, default=0.0, help="pause before each step, as if a model ran (0)")
     args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: use at least 1")
+    if args.step_seconds < 0.0:
+        parser.error(f"--step-seconds {args.step_seconds}: use 0 or more")
     return exit_code(lambda: _run(args))
 
 

@@ -83,6 +83,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     if arguments.warmup < 1:
         parser.error(f"--warmup {arguments.warmup}: the first step compiles and is never timed; use 1 or more")
+    for name, value in (("steps", arguments.steps), ("document-length", arguments.document_length)):
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: use at least 1")
     if arguments.simulated_ranks < 1:
         parser.error(f"--simulated-ranks {arguments.simulated_ranks}: use at least 2 ranks, this one included")
     return arguments
@@ -123,10 +126,15 @@ class Ours(NamedTuple):
 
 
 def check_options(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> None:
-    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU; for --baseline with an
-    encoder, and --device-time without a GPU."""
+    """Raises ConfigError for --roofline or --baseline with DeepSpeed, several ranks or no GPU; for --baseline or
+    --document-length with an encoder, and --device-time without a GPU."""
     if arguments.device_time and mesh.device.type != "cuda":
         raise ConfigError("--device-time measures a GPU; leave it out on a CPU")
+    if arguments.document_length is not None and isinstance(run.model, EncoderConfig):
+        raise ConfigError(
+            f"--document-length {arguments.document_length}: {arguments.config} is an encoder, whose samples are not "
+            "packed; leave it out"
+        )
     if not (arguments.roofline or arguments.baseline):
         return
     if run.train.engine != "fsdp2":

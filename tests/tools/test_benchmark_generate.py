@@ -51,9 +51,11 @@ def test_bytes_are_weights_once_and_states_twice(tool):
     [
         (["--modes", "graph"], "--modes graph: needs a GPU; use --modes eager"),
         (["--profile"], "--profile: needs a GPU; leave it out"),
+        (["--top-k", "0"], "top-k = 0 keeps no token; use at least 1"),
+        (["--temperature", "-1"], "temperature = -1.0 is not in"),
     ],
 )
-def test_cases_that_need_a_gpu_are_refused(tool, more, message):
+def test_cases_that_cannot_run_are_refused(tool, more, message):
     with pytest.raises(ValueError, match=message):
         tool.benchmark(arguments(tool, "tnl", *more))
 

@@ -170,13 +170,16 @@ def test_encoders_train_on_padded_samples_and_predict_valid_tokens():
     assert random_batch(classifier, 8, 64, generator).label_counts().tolist() == [8]
 
 
-OPTIONS = Namespace(roofline=False, baseline=None, device_time=False, config="a model", overrides=[])
+OPTIONS = Namespace(
+    roofline=False, baseline=None, device_time=False, document_length=None, config="a model", overrides=[]
+)
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "options", "device", "message"),
     [
         ("danet-base", [], {"baseline": "fla"}, "cuda", "--baseline fla: a model is an encoder, and no baseline has"),
+        ("danet-base", [], {"document_length": 9}, "cpu", "--document-length 9: a model is an encoder, whose samples"),
         ("tnl-70m", [], {"roofline": True}, "cpu", "--roofline and --baseline need exactly one GPU; start one process"),
         ("tnl-70m", [], {"device_time": True}, "cpu", "--device-time measures a GPU; leave it out on a CPU"),
         ("tnl-70m", ["train.engine=deepspeed"], {"roofline": True}, "cuda", "support train.engine=fsdp2 only; leave"),
@@ -242,6 +245,16 @@ def test_wrong_keys_and_values_are_named(capsys, monkeypatch, overrides, message
     monkeypatch.setattr(sys, "argv", ["benchmark_train.py", "tnl-70m", *overrides])
     assert benchmark_train.main() == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--steps", "--document-length"])
+def test_sizes_below_one_are_refused(capsys, monkeypatch, option):
+    import benchmark_train
+
+    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", "tnl-70m", option, "0"])
+    with pytest.raises(SystemExit):
+        benchmark_train.main()
+    assert f"{option} 0: use at least 1" in capsys.readouterr().err
 
 
 def test_an_encoder_is_timed(capsys, monkeypatch):

@@ -35,6 +35,13 @@ def test_loader_is_measured(tmp_path, capsys, options):
     assert 0 < found["wait_fraction"] <= 1
 
 
+@pytest.mark.parametrize(("option", "value"), [("--steps", "0"), ("--step-seconds", "-1")])
+def test_loader_options_below_the_least_are_refused(capsys, option, value):
+    with pytest.raises(SystemExit):
+        benchmark_loader.main([option, value])
+    assert f"error: {option} {value}" in capsys.readouterr().err
+
+
 def test_loader_of_a_missing_shard_is_refused(tmp_path, capsys):
     assert benchmark_loader.main([str(tmp_path / "none")]) == 3
     assert "no such file" in capsys.readouterr().err
