@@ -9,9 +9,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns `x`, or a copy if its channels are not contiguous or not aligned to 16 bytes; D % 8 = 0."""
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps):
+    """Returns `x`, or a copy if its channels are not contiguous or not aligned to 16 bytes, or its memory is repeated;
+    D % 8 = 0."""
+    steps = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

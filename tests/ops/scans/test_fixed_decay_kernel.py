@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megalin._triton.dispatch.tiles import aligned
 from megalin.errors import KernelError
 from megalin.ops.scans import fixed_decay_step as ops
 from megalin.ops.scans.fixed_decay import decay_scan
@@ -23,6 +24,13 @@ def test_memory_that_the_copy_engine_cannot_read_is_copied():
     expected = decay_scan(**inputs, **options, backend="triton")
     for changed in (moved, odd):
         assert torch.equal(decay_scan(**changed, **options, backend="triton").output, expected.output)
+
+
+def test_repeated_memory_is_copied():
+    """The copy engine's descriptions have positive strides; the gradient of a sum has none."""
+    repeated = torch.ones(1, 1, 1, 8).expand(2, 3, 4, 8)
+    assert min(aligned(repeated).stride()) > 0
+    assert torch.equal(aligned(repeated), repeated)
 
 
 OPS = {
