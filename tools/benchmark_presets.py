@@ -78,10 +78,13 @@ class Measured(NamedTuple):
 
 
 class Runner:
-    """Runs commands on one GPU, on its share of the CPUs."""
+    """Runs commands on one GPU, on its share of the CPUs, until `stop` is set."""
 
-    def __init__(self, folder: Path, gpu: str, cpus: Sequence[int], seconds: float, end: float) -> None:
+    def __init__(
+        self, folder: Path, gpu: str, cpus: Sequence[int], seconds: float, end: float, stop: threading.Event
+    ) -> None:
         self._folder, self._gpu, self._cpus, self._seconds, self._end = folder, gpu, cpus, seconds, end
+        self._stop = stop
 
     def last_result(self, name: str, command: Sequence[str]) -> dict[str, Any]:
         """Runs `command` with its output in FOLDER/name.txt; the last line of JSON there, {} without one."""
@@ -95,9 +98,10 @@ class Runner:
                 command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
             os.sched_setaffinity(process.pid, self._cpus)
-            try:
-                code = str(process.wait(seconds))
-            except subprocess.TimeoutExpired:
+            while process.poll() is None and time.monotonic() < began + seconds and not self._stop.wait(0.1):
+                pass
+            code = str(process.poll())
+            if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 code = f"killed by {process.wait()}"
         print(f"GPU {self._gpu}: {name}: {code} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
@@ -126,18 +130,18 @@ def last_json(text: str) -> dict[str, Any]:
 
 
 def measure_all(presets: Sequence[PageModel], gpus: Sequence[str], arguments: argparse.Namespace) -> list[Measured]:
-    """Measures the presets on the GPUs, each by its own thread; in the order of `presets`."""
+    """Measures the presets on the GPUs, each by its own thread; in the order of `presets`. Ctrl-C kills what runs."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(presets)):
         waiting.put(index)
     found: dict[int, Measured] = {}
     cpus = sorted(os.sched_getaffinity(0))
-    share, end = max(1, len(cpus) // len(gpus)), time.monotonic() + arguments.within
+    share, end, stop = max(1, len(cpus) // len(gpus)), time.monotonic() + arguments.within, threading.Event()
 
     def work(number: int) -> None:
         mine = cpus[number * share : (number + 1) * share] or cpus
-        runner = Runner(arguments.folder, gpus[number], mine, arguments.seconds, end)
-        while True:
+        runner = Runner(arguments.folder, gpus[number], mine, arguments.seconds, end, stop)
+        while not stop.is_set():
             try:
                 index = waiting.get_nowait()
             except queue.Empty:
@@ -147,8 +151,11 @@ def measure_all(presets: Sequence[PageModel], gpus: Sequence[str], arguments: ar
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(gpus))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()
     return [found[index] for index in range(len(presets))]
 
 

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -79,6 +81,21 @@ def test_a_process_beyond_a_limit_is_killed_with_its_children_and_keeps_what_it_
     assert danet.result == {}
     started = (tmp_path / "danet-large-64-x-512-tokens.txt").exists()
     assert started == (limit == "seconds"), "no process starts after the end of all"
+
+
+def test_ctrl_c_kills_what_runs_and_starts_no_more(benchmark, tmp_path):
+    module, arguments = benchmark
+    threads, before = threading.active_count(), signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            module.measure_all(_presets(module, "gla-1.3b", "danet-large"), ["0"], arguments)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (tmp_path / "gla-1.3b.txt").exists()
+    assert _ends(_sleeping)
+    assert _ends(lambda: threading.active_count() > threads)
+    assert not (tmp_path / "danet-large-64-x-512-tokens.txt").exists()
 
 
 def test_a_preset_without_a_result_is_a_row_and_fails_the_tool(benchmark, tmp_path, capsys):
