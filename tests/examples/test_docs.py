@@ -77,6 +77,19 @@ def test_launches_of_pages_fit_their_config(page, config, tmp_path):
         check_launch(config, int(ranks) * (1 if hosts is None else int(hosts[1])))
 
 
+EXAMPLES = re.compile(r"^(?!.*nproc).*megalin train (examples/\S+\.toml.*)$", re.MULTILINE)
+"""A training of a config of examples/ in one process."""
+
+
+def test_trainings_of_example_configs_fit_one_process():
+    found = [line for page in PAGES for line in EXAMPLES.findall(page.read_text("utf-8").replace("\\\n", " "))]
+    assert len(found) >= 5
+    for command in found:
+        config, *rest = shlex.split(command, comments=True)
+        overrides = [word for word in rest if re.match(r"[a-z_]+\.[\w.]+=", word)]
+        check_launch(load_run_config(ROOT / config, overrides), 1)
+
+
 COMMAND = re.compile(r"^(?: {4})?(?:[^`|\n]*? )?(?:python -m )?(megalin (?:\\\n|[^#\n])*)", re.MULTILINE)
 """A command of a code block, under any launcher, with its continued lines."""
 
