@@ -5,7 +5,6 @@
 # CORPUS_SHARE=0.1 uses a tenth of the text; CLASSIFY_STEPS=20 sets the number of fine-tuning steps.
 set -euo pipefail
 here=$(realpath --relative-to=. "$(dirname "$0")")
-tools=$here/../../tools
 config=$here/danet.toml
 data=danet-data
 run=runs/danet
@@ -24,10 +23,10 @@ mkdir -p "$run"
 python "$here/../quickstart/collect.py" "$data" --share "${CORPUS_SHARE:-1.0}"
 
 say 'tokenizer with special tokens, and token shards'
-python "$tools/train_tokenizer.py" --input "$data/train.jsonl" --vocab-size "$(field vocab_size)" \
+python -m megalin data train-tokenizer --input "$data/train.jsonl" --vocab-size "$(field vocab_size)" \
     --special-tokens '[CLS]' '[SEP]' '[MASK]' '[PAD]' --output "$data/tokenizer.json"
 for split in train held-out; do
-    python "$tools/preprocess_data.py" --input "$data/$split.jsonl" --output-prefix "$data/$split" \
+    python -m megalin data preprocess --input "$data/$split.jsonl" --output-prefix "$data/$split" \
         --tokenizer-model "$data/tokenizer.json" --workers 2
 done
 
