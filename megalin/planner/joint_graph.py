@@ -110,7 +110,8 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args)
         if func._schema.is_mutable:
-            return self._mutate(func, args, kwargs)
+            custom = func.namespace != "aten"
+            return self._mutate_by_custom_op(func, args) if custom else self._mutate(func, args, kwargs)
         if func is aten.scalar_tensor.default:  # inductor folds constants: equal ones are one operation
             func, args = aten.full.default, ([], float(args[0]))
         decompose = self._decompositions.get(func, func.decompose)
@@ -150,6 +151,22 @@ class _Recorder(TorchDispatchMode):
             result = getattr(getattr(aten, name[:-1]), func._overloadname)(*args, **kwargs)
         self._nodes[id(mutated)] = self.node_of(result)
         return mutated
+
+    def _mutate_by_custom_op(self, func: Any, args: Any) -> tuple[Tensor, ...]:
+        """Records a custom op that writes one of its arguments as AOTAutograd does: as an operation that returns the
+        op's results and the new value of that tensor."""
+        names = [argument.name for argument in func._schema.arguments]
+        written = [argument.name for argument in func._schema.arguments if argument.is_write]
+        assert len(written) == 1, f"{func} writes {written}"
+        results = func(*args)
+        results = results if isinstance(results, tuple) else (results,)
+        nodes = dict(zip(names, map(self.node_of, args), strict=True))
+        mutated = args[names.index(written[0])]
+        bases = {f"_{written[0]}_base_index": 0, "_all_bases": [nodes.pop(written[0])]}
+        node = self._call(torch.ops.higher_order.auto_functionalized_v2, (func,), nodes | bases, (*results, mutated))
+        for index, value in enumerate((*results, mutated)):
+            self._bind(value, self._call(operator.getitem, (node, index), {}, value))
+        return results
 
     def _bind(self, value: Tensor, node: Node) -> None:
         node.meta.setdefault("val", value)

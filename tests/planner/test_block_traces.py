@@ -47,6 +47,13 @@ def test_traces_on_meta_equal_those_of_torch_compile(preset):
     _assert_equal(_workload(preset), CASES[preset], 2)
 
 
+def test_an_op_that_writes_an_argument_is_recorded():
+    """The backward of Mamba-2's convolution writes into the projection's gradient."""
+    workload = _workload("mamba2-tiny")
+    compiled, eager = (trace_model(each, ParallelConfig(), 1) for each in (workload, workload._replace(compiled=False)))
+    assert 0 < compiled.blocks[0].backward_bytes < eager.blocks[0].backward_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda each: f"tp{each.tp}cp{each.cp}{each.sequence_parallel}")
 @pytest.mark.parametrize("preset", PRESETS)
