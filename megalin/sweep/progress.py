@@ -105,7 +105,7 @@ class Progress:
             data = data[1:]
         whole = data[: data.rfind(b"\n") + 1]
         records = [json.loads(line) for line in whole.splitlines()]
-        if records and records[0]["step"] != self.steps + 1:
+        if self._offset and records and records[0]["step"] != self.steps + 1:  # a branch begins after its trunk
             return None
         self._offset += len(whole)
         return records

@@ -137,6 +137,15 @@ def test_resumed_run_with_shorter_lines_is_read_again(tmp_path):
     assert (watched.steps, watched.tokens_per_second()) == (8, 22.5)
 
 
+def test_metrics_of_a_branch_begin_after_the_steps_of_its_trunk(tmp_path):
+    watched, path = progress(tmp_path, [record(11), record(12, **{GOAL: 0.2})]), tmp_path / "metrics.jsonl"
+    assert (watched.steps, watched.best[GOAL]) == (12, 0.2)
+    with path.open("a") as file:
+        file.write(record(13, **{GOAL: 0.3}))
+    watched.update()
+    assert (watched.steps, watched.best[GOAL], watched.tokens_per_second()) == (13, 0.3, 60.0)
+
+
 RUN = """
 import json, os, pathlib, signal, sys, time
 folder, lr, seed = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
