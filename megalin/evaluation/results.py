@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalin.errors import DataError
+from megalin.errors import DataError, NumericError
 from megalin.evaluation.suite import TaskResult
 from megalin.files import exclusive, read_input, storage_errors, write_atomically
 
@@ -58,9 +58,17 @@ def add_results(run: Path, step: int, suite: str, results: Mapping[str, Any]) ->
 
     Raises:
         DataError: the file is not one of results.
+        NumericError: a result is not finite.
         StorageError: it cannot be written.
     """
     path = results_path(run, step)
+    try:
+        json.dumps(results, allow_nan=False)
+    except ValueError as error:
+        raise NumericError(
+            f"{path}: not written: a result of the suite {suite} is not finite ({error}); evaluate an earlier step, or "
+            'in a wider dtype: train.dtype="float32"'
+        ) from None
     with storage_errors(path):
         path.parent.mkdir(exist_ok=True)
         with exclusive(path.parent / ".lock"):
