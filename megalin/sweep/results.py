@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalin.config import read_toml
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from megalin.evaluation.results import read_results as read_evaluations
-from megalin.files import read_limited, write_atomically
+from megalin.files import read_input, storage_errors, write_atomically
 from megalin.sweep.config import Sweep, metric_name
 from megalin.sweep.progress import Status
 
 RESULTS = "results.json"
 """Results of the finished runs, in the sweep's folder."""
 _RESULTS_BYTES = 64 * 2**20
+_REMEDY = "move it away: the runs then go on from their own folders"
 
 
 class Result(NamedTuple):
@@ -103,21 +104,28 @@ def read_results(folder: Path, sweep: Sweep, overrides: Mapping[str, Sequence[st
 
     Raises:
         ConfigError: the results are of another config or other overrides.
+        DataError: the file is damaged or cannot be read.
     """
     path = folder / RESULTS
     if not path.exists():
         return {}
-    saved = json.loads(read_limited(path, limit_bytes=_RESULTS_BYTES, follow_links=True))
-    found = [Result(**{**values, "status": Status(values["status"])}) for values in saved["results"]]
-    results = {result.name: result for result in found if result.name in overrides}
+    data = read_input(path, limit_bytes=_RESULTS_BYTES, remedy=_REMEDY)
+    try:
+        saved = json.loads(data)
+        found = [Result(**{**values, "status": Status(values["status"])}) for values in saved["results"]]
+        results = {result.name: result for result in found if result.name in overrides}
+        config = saved["config"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: not the results of a sweep: {error!r}; {_REMEDY}") from None
     changed = [name for name, result in results.items() if result.overrides != overrides[name]]
-    if saved["config"] != read_toml(sweep.run_config) or changed:
+    if config != read_toml(sweep.run_config) or changed:
         what = f"with other overrides of {changed[0]}" if changed else f"of another {sweep.run_config}"
         raise ConfigError(f"{path} holds results {what}; give a new folder, or restore the file")
     return {name: result for name, result in results.items() if result.status not in (Status.CUT, Status.FAILED)}
 
 
 def write_results(folder: Path, sweep: Sweep, results: Mapping[str, Result]) -> None:
-    """Writes the file of results."""
+    """Writes the file of results. Raises StorageError."""
     values = {"config": read_toml(sweep.run_config), "results": [result._asdict() for result in results.values()]}
-    write_atomically(folder / RESULTS, json.dumps(values, indent=1).encode())
+    with storage_errors(folder / RESULTS):
+        write_atomically(folder / RESULTS, json.dumps(values, indent=1).encode())

@@ -29,7 +29,8 @@ class _Running:
         self._evaluations = None if cell.stage == SEARCH else sweep.config.evaluations
         self.progress = Progress(sweep.config, cell.values, self._folder / "metrics.jsonl")
         self._log = folder / f"{cell.name}.log"
-        self._log.write_bytes(b"")
+        with storage_errors(self._log):
+            self._log.write_bytes(b"")
         self._trained: Result | None = None
         self._start(train_command(sweep.run_config, self._folder, cell.overrides))
 
@@ -127,6 +128,8 @@ def run_sweep(
 
     Raises:
         ConfigError: processes below 1, a time limit that is not positive, or a folder with results of another config.
+        DataError: the folder's file of results is damaged.
+        StorageError: the folder cannot be written.
     """
     if processes < 1:
         raise ConfigError(f"processes = {processes}: use at least 1")

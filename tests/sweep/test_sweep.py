@@ -14,12 +14,12 @@ import pytest
 import tomli_w
 
 from megalin.__main__ import main
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError, StorageError
 from megalin.sweep import runner
 from megalin.sweep.config import SweepConfig
 from megalin.sweep.order import all_cells, read_sweep
 from megalin.sweep.progress import Progress, Status
-from megalin.sweep.results import RESULTS
+from megalin.sweep.results import RESULTS, write_results
 from megalin.sweep.runner import run_sweep
 from megalin.sweep.table import table
 from tests.model_runs import write_config
@@ -224,6 +224,14 @@ def test_bad_arguments_are_refused(tmp_path):
     (tmp_path / "runs" / RESULTS).write_text(json.dumps({"config": {}, "results": []}))
     with pytest.raises(ConfigError, match=r"holds results of another .*tiny.toml; give a new folder, or restore"):
         run_sweep(sweep, tmp_path / "runs", processes=1)
+    for text in ("", "[]", '{"config": {}}', '{"config": {}, "results": [{"status": "complete"}]}'):
+        (tmp_path / "runs" / RESULTS).write_text(text)
+        with pytest.raises(DataError, match=r"results\.json: not the results of a sweep: .*; move it away: the runs"):
+            run_sweep(sweep, tmp_path / "runs", processes=1)
+    (tmp_path / "runs" / RESULTS).unlink()
+    (tmp_path / "runs" / RESULTS).mkdir()
+    with pytest.raises(StorageError, match=r"results\.json: cannot be written: .*; check the folder"):
+        write_results(tmp_path / "runs", sweep, {})
 
 
 @pytest.mark.usefixtures("stub")
