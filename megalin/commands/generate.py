@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -17,11 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megalin.commands.base import generation_mesh, steps_option
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from megalin.files import open_input, open_temporary, publish, storage_errors
 from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
 from megalin.generation.generate_on_mesh import num_rounds
-from megalin.generation.prompts import Prompt, check_prompts, encode_prompts, read_prompts
+from megalin.generation.prompts import Prompt, check_prompts, check_text, encode_prompts, read_prompts
 from megalin.generation.sampling import check_sampling
 from megalin.launch import launched
 from megalin.model.build import check_divisions
@@ -62,7 +61,8 @@ def _checked_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: Mesh) -> None:
     """Runs the command on a mesh, all ranks of which call it; rank 0 reads the prompts and writes the texts."""
-    prompts = on_rank_zero(partial(_prompts, arguments), list[Prompt])
+    # As plain JSON: values of other types would not keep all numbers and texts of the prompts' fields.
+    prompts = [Prompt(*each) for each in on_rank_zero(lambda: [list(prompt) for prompt in _prompts(arguments)])]
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)
@@ -116,17 +116,25 @@ def _prompts(arguments: argparse.Namespace) -> Sequence[Prompt]:
     if arguments.prompt is not None:
         texts = arguments.prompt
         names = [f"prompt {number}" for number in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]
-        return [Prompt(text, name, {"prompt": text}) for text, name in zip(texts, names, strict=True)]
+        return [Prompt(check_text(text, name), name, {"prompt": text}) for text, name in zip(texts, names, strict=True)]
     if arguments.prompts is None:
-        if sys.stdin.isatty():
-            raise ConfigError("no prompt; give --prompt TEXT, --prompts FILE, or text on standard input")
-        text = sys.stdin.read()
-        return [Prompt(text, "the text on standard input", {"prompt": text})]
+        text, name = _standard_input(), "the text on standard input"
+        return [Prompt(check_text(text, name), name, {"prompt": text})]
     if arguments.prompts == STANDARD_INPUT:
         return read_prompts(sys.stdin.buffer, "standard input")
     path = Path(arguments.prompts)
     with open_input(path, remedy="give a JSON Lines file to --prompts") as file:
         return read_prompts(io.BufferedReader(file), str(path))
+
+
+def _standard_input() -> str:
+    """The text on standard input. Raises MegalinError where there is none, or bytes that are not UTF-8."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("no prompt; give --prompt TEXT, --prompts FILE, or text on standard input")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"the text on standard input is not UTF-8 ({error}); convert it, as by iconv") from None
 
 
 class _Terminal:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megalin.errors import ConfigError, DataError
+from megalin.structured_text import parse_json
 
 MOST_PROBLEMS = 8
 """Problems that one error lists."""
@@ -38,8 +38,8 @@ def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
             continue
         source = f"{name}, line {number}"
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            fields = parse_json(line)
+        except ValueError as error:
             problems.append(f"{source}: not JSON ({error}); write one object a line")
             continue
         text = fields.get("prompt") if isinstance(fields, dict) else None
@@ -54,8 +54,15 @@ def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
     return prompts
 
 
+def check_text(text: str, name: str) -> str:
+    """Returns a text from a command line or standard input. Raises DataError where its bytes were not UTF-8."""
+    if not _is_unicode(text):
+        raise DataError(f"{name} is not UTF-8; convert it to UTF-8, for example with iconv")
+    return text
+
+
 def _is_unicode(text: str) -> bool:
-    """False where a JSON escape made half of a surrogate pair, which no tokenizer can encode."""
+    """False for half of a surrogate pair, which no tokenizer can encode: a JSON escape, or a byte outside of UTF-8."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

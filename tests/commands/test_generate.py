@@ -94,6 +94,7 @@ def test_special_tokens_begin_prompts_on_request(trained, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--prompt", ""], "the prompt has no tokens; give some text"),
+        (["--prompt", "a", "--prompt", "\udcff"], "prompt 2 is not UTF-8; convert it to UTF-8"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: use at least 1"),
         (["--prompt", "a", "--batch-size", "0"], "--batch-size 0: use at least 1"),
         (["--prompt", "a", "--repetition-penalty", "0"], "repetition penalty = 0.0 is not in (0, inf); use 1 for none"),
@@ -111,7 +112,7 @@ def test_special_tokens_begin_prompts_on_request(trained, tmp_path, capsys):
     ],
 )
 def test_generate_refuses(fails, trained, arguments, message):
-    assert message in fails(2, "generate", trained, *arguments)
+    assert message in fails(3 if "UTF-8" in message else 2, "generate", trained, *arguments)
 
 
 def test_generate_without_a_tokenizer_is_refused(fails, trained, tmp_path):
@@ -198,6 +199,7 @@ def test_all_steps_of_a_run_without_checkpoints_are_refused(arguments, fails, tr
         ('{"text": "a"}\n', 3, "line 1: expected an object with a string \"prompt\"; found {'text': 'a'}"),
         ('\n{"prompt": 3}\n', 3, 'line 2: expected an object with a string "prompt"'),
         ('{"prompt": "\\ud800"}\n', 3, 'line 1: expected an object with a string "prompt"'),
+        ('{"prompt": "a", "id": ' + "[" * 300 + "]" * 300 + "}", 3, "line 1: not JSON (nested more than 100 deep)"),
         ("[1]\n" * 20, 3, "and 12 more"),
         ("\n", 3, 'prompts.jsonl: no prompts; write one object with a string "prompt" a line'),
         ('{"prompt": "a"}\n{"prompt": ""}\n', 2, "prompts.jsonl, line 2 has no tokens; give some text"),
@@ -216,6 +218,18 @@ def test_missing_files_and_outputs_that_exist_are_refused(fails, trained, file, 
     assert f"--output {file}: exists already; remove it or give another name" in message
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert "no prompt; give --prompt TEXT, --prompts FILE, or text on standard input" in fails(2, "generate", trained)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "no prompt; give --prompt TEXT" in fails(2, "generate", trained)
+    for errors in ("strict", "surrogateescape"):  # of Python's standard input in a locale with and without UTF-8
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a \xff"), "utf-8", errors))
+        assert "the text on standard input is not UTF-8" in fails(3, "generate", trained)
+
+
+def test_fields_of_a_prompt_are_repeated_as_they_are(trained, file, capsys):
+    fields = '"prompt": "a", "half": "\\ud800", "score": NaN, "large": 1' + "0" * 30
+    file.write_text("{" + fields + "}\n")
+    line = output(capsys, "generate", trained, "--prompts", file, "--max-tokens", 1)
+    assert line.startswith("{" + fields + ', "completion": ')
 
 
 def test_prompts_beyond_the_positions_of_softmax_attention_are_refused():
