@@ -9,16 +9,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from megalin.commands.arguments.parser import build_parser
 from megalin.commands.early_sigterm import EarlySigterm
 from megalin.errors import MegalinError
 from megalin.launch import adopt_launcher
-from megalin.terminal_output import escaped_output
+from megalin.terminal_output import ClosedOutputError, discard_output, escaped_output, flush_output
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
+PIPE_CLOSED = 141
+"""Exit code where the reader of standard output has ended, as `head` does: 128 + SIGPIPE."""
 _INTERRUPTED_TEXT = (
     "interrupted; the same command continues a run from its newest checkpoint, and with --resume the work on a corpus"
 )
@@ -28,11 +30,13 @@ By default it is 300,000, and steps on a CPU take up to 20 times as long where o
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code (errors.py; 130 after Ctrl-C). A MegalinError is printed without a
-    traceback; control characters of whatever is printed are escaped."""
+    """Runs one command and returns the exit code (errors.py; 130 after Ctrl-C; 141 without a reader of its output). A
+    MegalinError is printed without a traceback; control characters of whatever is printed are escaped."""
     with escaped_output():
         try:
-            return _command(arguments)
+            code = _command(arguments)
+            flush_output()
+            return code
         except MegalinError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return error.exit_code
@@ -40,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
             if os.environ.get("RANK", "0") == "0":  # a terminal interrupts all ranks of a host
                 print(_INTERRUPTED_TEXT, file=sys.stderr)
             return INTERRUPTED
+        except ClosedOutputError:
+            discard_output()
+            return PIPE_CLOSED
 
 
 def _command(arguments: list[str] | None) -> int:
@@ -88,8 +95,9 @@ def run() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # their reader has ended
+            stream.flush()
     os._exit(code)
 
 

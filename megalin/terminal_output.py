@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,36 @@ def escape_controls(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+class ClosedOutputError(BrokenPipeError):
+    """Output without a reader: the process that read it has ended."""
+
+
+@contextlib.contextmanager
+def closed_output() -> Iterator[None]:
+    """Raises ClosedOutputError where the body writes to standard output or error whose reader has ended."""
+    try:
+        yield
+    except ClosedOutputError:
+        raise
+    except BrokenPipeError as error:
+        raise ClosedOutputError(*error.args) from None
+
+
+def flush_output() -> None:
+    """Flushes standard output. Raises ClosedOutputError."""
+    if sys.stdout is not None:
+        with closed_output():
+            sys.stdout.flush()
+
+
+def discard_output() -> None:
+    """Discards what is still to be written to standard output, so that no later flush fails."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file
+        number, sink = sys.stdout.fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, number)
+        os.close(sink)
+
+
 class EscapedOutput:
     """A text stream that escapes control characters; everything else is the wrapped stream's.
 
@@ -31,8 +62,14 @@ class EscapedOutput:
 
     def write(self, text: str) -> int:
         """Writes the text, escaped; returns its length."""
-        self.raw.write(escape_controls(text))
+        with closed_output():
+            self.raw.write(escape_controls(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream."""
+        with closed_output():
+            self.raw.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Writes each of the texts, escaped."""

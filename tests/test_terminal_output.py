@@ -1,11 +1,12 @@
 """Escaped output: control characters of names and messages reach neither a terminal nor a log."""
 
 import logging
+import os
 import sys
 
 import pytest
 
-from megalin.__main__ import main
+from megalin.__main__ import PIPE_CLOSED, main
 from megalin.errors import DataError
 from megalin.terminal_output import EscapedOutput, escape_controls, escaped_output, exit_code, terminal
 
@@ -32,6 +33,16 @@ def test_prints_and_logs_of_the_body_are_escaped(capsys):
     out, error = capsys.readouterr()
     assert out == "out\\x1b[2J\na\\x07b\n\x1b\n"
     assert error == "error\\x1b]0;title\\x07\nlog \\x1b\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["completion", "bash"]])  # less and more than a stream's buffer
+def test_a_reader_that_ends_early_ends_a_command_without_a_traceback(monkeypatch, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(arguments) == PIPE_CLOSED
+        pipe.flush()  # as the interpreter does at its end
 
 
 def test_output_and_error_of_a_tool_are_escaped(capsys):
