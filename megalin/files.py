@@ -176,7 +176,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 def temporary_name(path: Path) -> Path:
     """The name under which `path` is written: same folder, so that the rename is atomic."""
-    return path.with_name(path.name + ".tmp")
+    return Path(f"{path}.tmp")  # with_name refuses "." and "/"
 
 
 def open_temporary(path: Path) -> BinaryIO:

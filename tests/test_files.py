@@ -166,6 +166,13 @@ def test_file_systems_without_locks_still_work(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_text() == "new"
 
 
+def test_folder_without_a_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match=r"^\.: cannot be written"):
+        write_text(Path(), "new")
+    assert not list(tmp_path.iterdir())
+
+
 def test_new_file_is_never_written_over(tmp_path):
     write_new(tmp_path / "x", b"first")
     with pytest.raises(FileExistsError):

@@ -55,6 +55,7 @@ def export_hf(
         StorageError: `out` cannot be written.
     """
     check_empty(out)
+    out = out.resolve()  # "." has no name, and a folder does not take the place of a link
     config, checkpoint = open_run(run, step=step)
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(

@@ -38,9 +38,15 @@ def test_folder_has_a_card_and_the_modes_of_the_umask(name: str, length: int, tm
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == length
 
 
-def test_card_of_transnormerllm_names_the_files_to_copy(tmp_path: Path):
+def test_card_of_transnormerllm_names_the_files_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_run(tmp_path / "run", MODELS["transnormerllm"].table)
-    export_hf(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    export_hf(tmp_path / "run", tmp_path / "link")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    export_hf(tmp_path / "run", Path())
+    assert (tmp_path / "empty/config.json").is_file()
     assert "modeling_transnormer.py" in (tmp_path / "out/README.md").read_text()
 
 
