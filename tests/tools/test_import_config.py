@@ -97,6 +97,9 @@ def test_yaml_and_standard_input_are_read(tmp_path, monkeypatch):
     assert "hidden_size = 8" in (tmp_path / "a.toml").read_text()
     monkeypatch.setattr("sys.stdin", io.StringIO(SCRIPT))
     assert import_config.main(["-", str(tmp_path / "b.toml")]) == 1  # --bogus-flag
+    for errors in ("strict", "surrogateescape"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"--lr 1 # \xff"), "utf-8", errors))
+        assert import_config.main(["-", str(tmp_path / "c.toml")]) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -187,7 +188,7 @@ def loss_scaling(fp16: Mapping[str, Any]) -> LossScaling:
 
     def setting(key: str, default: int) -> Setting:
         value = fp16.get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         name = f"fp16.{key}" if key in fp16 else f"fp16.{key} (default)"
         return Setting(name, value if is_number else default)
 
@@ -221,7 +222,7 @@ def _add_schedule(table: Mapping[str, Any], imported: ImportedConfig) -> None:
     kind, parameters = table.get("type"), _table(table, "params")
     if kind is None:
         return
-    if kind not in _SCHEDULES:
+    if not isinstance(kind, str) or kind not in _SCHEDULES:
         imported.note("not available", f"scheduler.type {kind}", "write the table schedule")
         return
     warmup, total = parameters.get("warmup_num_steps", _WARMUP), parameters.get("total_num_steps")
@@ -252,7 +253,7 @@ def _warmup_start(kind: str, parameters: Mapping[str, Any], imported: ImportedCo
         return None
     if isinstance(value, int | float) and name == "warmup_min_ratio":
         return value, source
-    if isinstance(value, int | float) and isinstance(peak, int | float):
+    if isinstance(value, int | float) and isinstance(peak, int | float) and peak:
         return value / peak, f"{source} over the peak"
     imported.missing("schedule.warmup_start_ratio", source, f"{value!r} is no ratio to the peak, optimizer.lr")
     return None

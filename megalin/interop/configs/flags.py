@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -196,13 +197,16 @@ class Flags:
         if not text:
             return None
         try:
-            return float(text.replace("_", ""))
+            number = float(text.replace("_", ""))
         except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             hint = variable_hint(text)
             self._imported.note(
                 "fill in", name, f"{text!r} is not a number" + (f"; {hint}" if hint else ""), answer=key
             )
             return None
+        return number
 
     def integer(self, name: str, key: str = "") -> int | None:
         """The value as an integer, handled as in `number`."""

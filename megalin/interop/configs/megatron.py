@@ -320,15 +320,17 @@ def _steps(
     """
     steps, count, num_tokens = (flags.integer(name, key) if name else None for name in (iterations, samples, tokens))
     batch, length = imported.get("train.global_batch_size"), flags.integer("--seq-length", "data.sequence_length")
-    if num_tokens is not None and length is None:
-        imported.missing(key, tokens, "it counts tokens; the steps follow from --seq-length, which is missing")
+    if num_tokens is not None and not length:
+        missing = "missing" if length is None else "0"
+        imported.missing(key, tokens, f"it counts tokens; the steps follow from --seq-length, which is {missing}")
         num_tokens = None
     if num_tokens is None and (steps is not None or count is None):
         return steps
-    if batch is None:
+    if not isinstance(batch, int) or batch < 1:
+        missing = "missing" if batch is None else repr(batch)
         name, unit = (samples, "samples") if num_tokens is None else (tokens, "tokens")
         imported.missing(
-            key, name, f"it counts {unit}; the steps follow from train.global_batch_size, which is missing"
+            key, name, f"it counts {unit}; the steps follow from train.global_batch_size, which is {missing}"
         )
         return None
     if num_tokens is not None:

@@ -134,7 +134,12 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     flags["--zero-stage"] = [str(stage.get("stage", 0) if isinstance(stage, dict) else 0)]
     flags["--lr-warmup-fraction"] = [str(settings.get("warmup", _WARMUP))]
     decay, steps = settings.get("lr_decay_fraction"), settings.get("train_iters")
-    if isinstance(decay, int | float) and isinstance(steps, int) and "lr_decay_iters" not in settings:
+    if (
+        isinstance(decay, int | float)
+        and math.isfinite(decay)
+        and isinstance(steps, int)
+        and "lr_decay_iters" not in settings
+    ):
         flags["--lr-decay-iters"] = [str(math.floor(steps * decay))]
     if "checkpoint_factor" in settings and settings.get("checkpoint_scale", "linear") == "linear":
         flags["--save-interval"] = [str(settings["checkpoint_factor"])]

@@ -104,10 +104,13 @@ def _norm(settings: Mapping[str, Any], imported: ImportedConfig) -> dict[str, An
 def _number(settings: Mapping[str, Any], key: str, default: float, imported: ImportedConfig) -> float:
     value = settings.get(key, default)
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         imported.note("fill in", key, f"{value!r} is not a number")
         return default
+    return number
 
 
 def _initialization(settings: Mapping[str, Any], imported: ImportedConfig, width: int | None) -> None:

@@ -78,7 +78,12 @@ def _add_yaml(text: str, imported: ImportedConfig) -> None:
 def _text(source: str) -> tuple[str, str]:
     """The text of a source and its name in messages."""
     if source == "-":
-        return sys.stdin.read(), "standard input"
+        try:
+            text = sys.stdin.read()
+            text.encode()  # bytes outside of UTF-8 may be read as half surrogates
+        except UnicodeError as error:
+            raise ConfigError(f"standard input: not UTF-8: {error}; convert the script") from None
+        return text, "standard input"
     if " " in source.strip() and "--" in source:
         return source, "the command line"
     return _read(Path(source)), source

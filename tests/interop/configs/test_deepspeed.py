@@ -214,6 +214,20 @@ def test_start_of_the_warmup_without_a_ratio_is_to_be_filled_in(start):
     assert _notes(imported, "fill in")["scheduler.params.warmup_min_lr"] == note
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"fp16": {"enabled": True, "initial_scale_power": float("nan"), "loss_scale_window": float("inf")}},
+        {"scheduler": {"type": ["WarmupLR"]}},
+        {"optimizer": {"type": "Adam", "params": {"lr": 0}}, "scheduler": PEAKS["scheduler"]},
+    ],
+)
+def test_odd_values_do_not_end_the_import(document):
+    imported, _ = _read(document)
+    imported.check()
+    assert not imported.complete
+
+
 @pytest.mark.parametrize(("zero", "stage"), [(True, 1), ({"stage": 2}, 2), ({}, 0)])
 def test_stage_is_read_from_three_forms(zero, stage):
     imported, rest = _read({"zero_optimization": zero})

@@ -179,7 +179,12 @@ def test_key_without_an_exact_counterpart_is_reported(values: dict[str, Any], ke
 
 
 @pytest.mark.parametrize(
-    ("values", "key"), [({"hidden-size": "${W}"}, "hidden_size"), ({"init_method_std": "x"}, "init_method_std")]
+    ("values", "key"),
+    [
+        ({"hidden-size": "${W}"}, "hidden_size"),
+        ({"init_method_std": "x"}, "init_method_std"),
+        ({"expansion_factor": float("inf"), "lr_decay_fraction": float("nan")}, "expansion_factor"),
+    ],
 )
 def test_values_of_another_type_are_to_be_filled_in(values: dict[str, Any], key: str):
     imported = ImportedConfig("run.yml")

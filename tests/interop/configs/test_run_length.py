@@ -33,6 +33,13 @@ def test_schedule_counts_tokens_where_both_are_given():
     assert "not at 80" in str(_notes(imported, "differs"))
 
 
+@pytest.mark.parametrize("batch", ["0", "inf"])
+@pytest.mark.parametrize("end", ["--train-samples", "--train-tokens"])
+def test_steps_need_a_positive_batch(batch: str, end: str):
+    flags = SMALL.replace("--train-iters 100", f"{end} 8000") + f"--global-batch-size {batch}"
+    assert end in _notes(_imported(flags), "fill in")
+
+
 def test_tokens_need_the_length_of_a_sequence():
     flags = SMALL.replace("--train-iters 100", "--train-tokens 25600").replace("--seq-length 32", "")
     assert "--seq-length" in _notes(_imported(flags), "fill in")["--train-tokens"]
