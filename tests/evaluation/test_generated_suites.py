@@ -297,6 +297,7 @@ def _on_ranks(folder: Path, meshes: list[dict[str, int]]) -> list[dict[str, floa
         ("ruler", ["--depths", "4"], "--depths has no effect without the suite needle; add --suite needle"),
         ("needle", ["--depths", "1"], "num_depths = 1: a grid needs at least 2 depths"),
         ("needle", ["--lengths", "512", "256"], "give at least one context length, in rising order"),
+        ("needle", ["--lengths", "0", "256"], "a context of 0 tokens is too short for a text and its question; use"),
         ("needle", ["--limit", "0"], "limit = 0 leaves no request"),
         ("needle", ["--tasks", "needle:esy"], "task 'esy': not in the suite needle; did you mean 'easy'?"),
         (

@@ -12,6 +12,8 @@ from megalin.config import Config
 from megalin.errors import ConfigError
 
 _SPARE_TOKENS = 16  # to generate beyond the answer, for words before it or other spacing
+SHORTEST_CONTEXT = 64
+"""Fewest tokens of a prompt."""
 
 
 class TextEncoder(Protocol):
@@ -44,7 +46,7 @@ def fraction_found(output: str, references: Sequence[str]) -> float:
 class TextTask(Config, abc.ABC):
     """Base of the tasks on text; its fields are the parameters of the generator."""
 
-    context_length: int = pydantic.Field(default=4096, ge=64)
+    context_length: int = pydantic.Field(default=4096, ge=SHORTEST_CONTEXT)
     """Most tokens of the prompt and of the answer together. The haystack is as long as fits."""
 
     @abc.abstractmethod
