@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -62,7 +62,8 @@ def _checked_sampling(arguments: argparse.Namespace) -> Sampling:
 def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: Mesh) -> None:
     """Runs the command on a mesh, all ranks of which call it; rank 0 reads the prompts and writes the texts."""
     # As plain JSON: values of other types would not keep all numbers and texts of the prompts' fields.
-    prompts = [Prompt(*each) for each in on_rank_zero(lambda: [list(prompt) for prompt in _prompts(arguments)])]
+    values: list[list[Any]] = on_rank_zero(lambda: [list(prompt) for prompt in _prompts(arguments)])
+    prompts = [Prompt(*each) for each in values]
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)

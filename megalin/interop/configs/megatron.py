@@ -333,7 +333,7 @@ def _steps(
             key, name, f"it counts {unit}; the steps follow from train.global_batch_size, which is {missing}"
         )
         return None
-    if num_tokens is not None:
+    if num_tokens is not None and length is not None:
         return int(-(-num_tokens // (length * batch)))
     return int((count or 0) // batch)
 
