@@ -109,11 +109,11 @@ class TrainConfig(Config):
     zero = 0, of tensors that tp does not divide, of weights that pipeline stages share. They are compared before each
     checkpoint too. Copies that differ end the run (exit code 11); the message names ranks and tensors. 0: never. Not
     with the deepspeed engine."""
-    hang_timeout_seconds: float = pydantic.Field(default=300.0, ge=1.0)
+    hang_timeout_seconds: float = pydantic.Field(default=300.0, ge=1.0, le=1e9)
     """Longest time that a rank may make no progress in a step, or be stopped: then it is named and all ranks leave with
     exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process
     only the wait for its samples ends."""
-    phase_timeout_seconds: float = pydantic.Field(default=1800.0, ge=1.0)
+    phase_timeout_seconds: float = pydantic.Field(default=1800.0, ge=1.0, le=1e9)
     """The same limit for a start, a first step, the capture of a CUDA graph, an evaluation and a checkpoint, also
     for one that is written in the background."""
     stop_after_steps: int | None = pydantic.Field(default=None, ge=1)

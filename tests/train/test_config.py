@@ -164,6 +164,11 @@ def test_phase_that_never_begins_is_refused(path):
     )
 
 
+@pytest.mark.parametrize("key", ["hang_timeout_seconds", "phase_timeout_seconds"])
+def test_limit_of_a_wait_beyond_every_clock_is_refused(path, key):
+    assert f"train.{key} = inf: input should be less than or equal to 1000000000" in message(path, f"train.{key}=inf")
+
+
 def test_what_keeps_a_step_from_being_one_graph(path, tmp_path):
     assert "train.cuda_graphs = true with parallel.pp = 2" in message(
         path, "train.cuda_graphs=true", "parallel.pp=2", world_size=2
