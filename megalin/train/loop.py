@@ -196,7 +196,8 @@ class TrainingLoop:
                         freeze()
             self._heartbeat.enter("end")
             log.write_rest()
-        self._write_loss_curve(evaluation)
+        if finished is not None or not self.run.loss_curve.is_file():
+            self._write_loss_curve(evaluation)
         loss = None if finished is None else finished.result.loss
         return TrainResult(max(self.last_step, self.resumed_step), loss, evaluation, tasks)
 
@@ -283,11 +284,10 @@ class TrainingLoop:
     def _watch_own_times(self, step: int, data: StepData) -> None:
         """Warns of a slow rank, by the ranks' own times: on CPUs in the launch of the step before, on GPUs in the step
         finished last, where the engine measures them. The stages of a pipeline differ."""
-        comparable = self.mesh.pp.size == 1 and all(data.own_seconds)
-        if comparable and step > self.resumed_step + 2:  # the first step compiles
-            slow = self._stragglers.add(data.own_seconds)
-            if slow and self.mesh.is_first_rank:
-                _log.warning("step %d: %s", step, slow)
+        # The first step compiles.
+        comparable = step > self.resumed_step + 2 and self.mesh.pp.size == 1 and all(data.own_seconds)
+        if comparable and (slow := self._stragglers.add(data.own_seconds)) and self.mesh.is_first_rank:
+            _log.warning("step %d: %s", step, slow)
 
     def _warn_of_spike(self, finished: FinishedStep, spike: SpikeReading) -> None:
         """Warns of a step whose loss or norm is a spike, with its samples."""

@@ -261,10 +261,12 @@ def _kill_rank_one(config: Path, folder: Path, overrides: list[str]) -> None:
 
 
 def test_finished_run_has_nothing_left_to_do(config, whole_runs):
-    before = (whole_runs["single"] / "metrics.jsonl").read_bytes()
-    assert run_ranks(1, _again, config, whole_runs["single"]) == [(STEPS, None)]
-    assert (whole_runs["single"] / "metrics.jsonl").read_bytes() == before
+    folder = whole_runs["single"]
+    (folder / "loss.png").write_bytes(b"with the entropy of the last evaluation, which is not repeated")
+    before = [(folder / name).read_bytes() for name in ("metrics.jsonl", "loss.png")]
+    assert run_ranks(1, _again, config, folder) == [(STEPS, None)]
+    assert [(folder / name).read_bytes() for name in ("metrics.jsonl", "loss.png")] == before
 
 
 def _again(config: Path, folder: Path) -> tuple[int, float | None]:
-    return train_here(config, folder)[:2]
+    return train_here(config, folder, loss_curve=True)[:2]
