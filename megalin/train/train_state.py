@@ -9,6 +9,8 @@ import pydantic
 from megalin.checkpoint.index import first_problem
 from megalin.checkpoint.manifest import STATE_FILE, Checkpoint
 from megalin.config import Config
+from megalin.data.shards.verification import parse_record
+from megalin.data.sources import SHARD_DIGESTS
 from megalin.errors import CheckpointError
 
 
@@ -19,12 +21,21 @@ def _has_tables(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _has_records(order: dict[str, Any] | None) -> dict[str, Any] | None:
+    try:
+        for record in (each for shards in ((order or {}).get(SHARD_DIGESTS) or {}).values() for each in shards):
+            parse_record(record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{SHARD_DIGESTS}: not the records of shards") from None
+    return order
+
+
 class TrainState(Config):
     """Content of `train_state.json`."""
 
     step: int = pydantic.Field(ge=0)
     """Finished optimizer steps."""
-    order: dict[str, Any] | None
+    order: Annotated[dict[str, Any] | None, pydantic.AfterValidator(_has_records)]
     """Everything that determines the order of samples; None: weights without a step of a run, as after an import."""
     config: Annotated[dict[str, Any], pydantic.AfterValidator(_has_tables)]
     """The run's config, as its version wrote it."""

@@ -6,6 +6,7 @@ import pytest
 
 from megalin.checkpoint.load import newest
 from megalin.checkpoint.save import save
+from megalin.data.sources import SHARD_DIGESTS
 from megalin.errors import CheckpointError
 from megalin.train.train_state import read_state
 from tests.checkpoint.saved import tensors
@@ -23,6 +24,11 @@ STATE = {"step": 4, "order": {}, "config": {"model": {}, "train": {}}, "versions
         ({"step": 4.0}, "step: Input should be a valid integer"),
         ({"step": 2**70}, "is of step 1180591620717411303424"),
         ({"order": []}, "order: Input should be a valid dictionary"),
+        ({"order": {SHARD_DIGESTS: ["train"]}}, f"order: Value error, {SHARD_DIGESTS}: not the records of shards"),
+        (
+            {"order": {SHARD_DIGESTS: {"train": [{}]}}},
+            f"order: Value error, {SHARD_DIGESTS}: not the records of shards",
+        ),
         ({"config": 7}, "config: Input should be a valid dictionary"),
         ({"config": {"model": {}, "train": []}}, "config: Value error, train is not a table"),
         ({"config": {"train": {}}}, "config: Value error, model is not a table"),
