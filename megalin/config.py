@@ -141,7 +141,7 @@ def _assign(table: Any, path: list[str], value: Any, override: str) -> None:
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(table, list):
-            if not part.isdigit() or int(part) >= len(table):
+            if not part.isdecimal() or int(part) >= len(table):
                 raise ConfigError(f"override {override!r}: {part!r} is not an index into {len(table)} elements")
             index: Any = int(part)
         elif isinstance(table, dict):

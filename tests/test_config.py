@@ -211,6 +211,7 @@ def test_later_overrides_win():
         ("model.layers.1.repeat=3", r"override 'model\.layers\.1\.repeat=3': '1' is not an index into 1 elements"),
         ("model.layers.first.repeat=3", "'first' is not an index into 1 elements"),
         ("model.layers.-1.repeat=3", "'-1' is not an index into 1 elements"),
+        ("model.layers.².repeat=3", "'²' is not an index into 1 elements"),
         (".".join(["a"] * 102) + "=3", r"override 'a\.a.*\.\.\.: its key has more than 100 parts"),
         ("model.hidden_size.x=3", r"override 'model\.hidden_size\.x=3': model\.hidden_size is a value, not a table"),
     ],

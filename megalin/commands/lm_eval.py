@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megalin.commands.base import generation_mesh
@@ -42,6 +43,7 @@ def evaluate_on_ranks(arguments: argparse.Namespace, mesh: Mesh) -> None:
         raise ConfigError(
             f"lm-eval needs a package that is not installed ({error.name}): pip install megalin[eval]"
         ) from None
+    on_rank_zero(partial(_check_output, arguments.output))
     run = open_for_generation(arguments.folder, step=arguments.step)
     check_divisions(run.model, mesh.tp.size)
     model = MegalinModel(
@@ -64,6 +66,12 @@ def evaluate_on_ranks(arguments: argparse.Namespace, mesh: Mesh) -> None:
     on_rank_zero(partial(_report, arguments, run.checkpoint.step, results, settings))
 
 
+def _check_output(output: Path | None) -> None:
+    """Raises ConfigError where the output's folder is missing."""
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it")
+
+
 def _report(arguments: argparse.Namespace, step: int, results: dict[str, Any], settings: dict[str, Any]) -> None:
     """Prints the results and adds them to the run folder."""
     from lm_eval.utils import handle_non_serializable, make_table
@@ -71,11 +79,11 @@ def _report(arguments: argparse.Namespace, step: int, results: dict[str, Any], s
     limit = "" if arguments.limit is None else f"[:{arguments.limit}]"
     found = {f"{task}{limit}": _entry(results, task, settings) for task in results["results"]}
     print(json.dumps({str(step): found}) if arguments.json else make_table(results))
+    add_results(arguments.folder, step, SUITE, found)
     if arguments.output is not None:
         text = json.dumps(results, indent=1, default=handle_non_serializable, ensure_ascii=False)
         with storage_errors(arguments.output):
             write_atomically(arguments.output, text.encode())
-    add_results(arguments.folder, step, SUITE, found)
 
 
 def _entry(results: dict[str, Any], task: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from megalin.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    KernelError,
     NumericError,
     PreemptedError,
     RankFailedError,
@@ -25,6 +26,7 @@ NOT_RESTARTED = frozenset(
         DataError.exit_code,
         CheckpointError.exit_code,
         NumericError.exit_code,
+        KernelError.exit_code,
         PreemptedError.exit_code,
     )
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalin.errors import ConfigError, DataError, PreemptedError, RankFailedError, RankStalledError
+from megalin.errors import ConfigError, DataError, KernelError, PreemptedError, RankFailedError, RankStalledError
 from megalin.launch import adopt_launcher
 from megalin.launcher.launcher import NO_LIMITS, launch
 from megalin.launcher.outcome import GroupEnd, outcome
@@ -173,7 +173,7 @@ def test_an_exception_shows_its_traceback_once_and_last(tmp_path, capfd):
     ]
 
 
-@pytest.mark.parametrize("error", [ConfigError, DataError, PreemptedError])
+@pytest.mark.parametrize("error", [ConfigError, DataError, KernelError, PreemptedError])
 def test_an_error_of_all_ranks_is_shown_once_and_not_restarted(tmp_path, capfd, error):
     def run() -> int:
         if os.environ["RANK"] == "0":
