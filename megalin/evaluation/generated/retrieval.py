@@ -25,7 +25,7 @@ from megalin.evaluation.task_names import match_tasks
 from megalin.evaluation.tasks.needle import Needle, needle_grid
 from megalin.evaluation.tasks.registry import TASKS, build_task, text_tasks
 from megalin.evaluation.tasks.sequence_task import split_seed
-from megalin.evaluation.tasks.text_task import SHORTEST_CONTEXT, GenerationRequest, TextTask, fraction_found
+from megalin.evaluation.tasks.text_task import GenerationRequest, TextTask, fraction_found
 from megalin.generation import Sampling, generate_batches
 from megalin.generation.decoder import grows
 from megalin.model.config import EncoderConfig
@@ -61,11 +61,6 @@ class _TextSuite(abc.ABC):
         if limit is not None and limit < 1:
             raise ConfigError(f"limit = {limit} leaves no request; use at least 1, or leave it out")
         self.lengths = list(lengths) if lengths is not None else default_lengths(config.data.sequence_length)
-        if self.lengths and min(self.lengths) < SHORTEST_CONTEXT:
-            raise ConfigError(
-                f"a context of {min(self.lengths)} tokens is too short for a text and its question; use lengths of at "
-                f"least {SHORTEST_CONTEXT}"
-            )
         if grows(LanguageModel(config.model)) and max(self.lengths) > config.data.sequence_length:
             raise ConfigError(
                 f"a context of {max(self.lengths)} tokens is longer than the {config.data.sequence_length} positions "

@@ -10,7 +10,7 @@ import pydantic
 
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.tasks.draws import ExampleDraws
-from megalin.evaluation.tasks.text_task import GenerationRequest, TextEncoder, TextTask, answer_tokens
+from megalin.evaluation.tasks.text_task import SHORTEST_CONTEXT, GenerationRequest, TextEncoder, TextTask, answer_tokens
 from megalin.evaluation.tasks.words import pseudo_words, seven_digits
 
 NOISE = (
@@ -113,12 +113,17 @@ def needle_grid(needle: Needle, lengths: Sequence[int], num_depths: int) -> list
     """`needle` at every depth and length: [depths, lengths], the depths evenly from 0 to 1, the lengths as given.
 
     Raises:
-        ConfigError: no length, lengths that do not rise, or fewer than two depths.
+        ConfigError: no length, lengths that do not rise or are below SHORTEST_CONTEXT, or fewer than two depths.
     """
     if num_depths < 2:
         raise ConfigError(f"num_depths = {num_depths}: a grid needs at least 2 depths, the start and the end")
     if not lengths or any(a >= b for a, b in itertools.pairwise(lengths)):
         raise ConfigError(f"lengths = {list(lengths)}: give at least one context length, in rising order")
+    if lengths[0] < SHORTEST_CONTEXT:
+        raise ConfigError(
+            f"a context of {lengths[0]} tokens is too short for a text and its question; use lengths of at least "
+            f"{SHORTEST_CONTEXT}"
+        )
     depths = [step / (num_depths - 1) for step in range(num_depths)]
     fields = needle.model_dump()
     return [
