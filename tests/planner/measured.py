@@ -1,4 +1,4 @@
-"""Measurements on H200 (docs/benchmarks/) and the planner's estimates of them; prints the table of docs/planner.md."""
+"""Measurements on H200 and H100 (docs/benchmarks/) and the planner's estimates; prints the table of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Measured(NamedTuple):
     """Measured with --simulated-ranks: collectives copy the rank's own tensors and wait for nothing."""
     float8: Float8Settings | None = None
     """Choice of the FP8 matmuls."""
+    gpu: Literal["h100", "h200"] = "h200"
 
     def name(self) -> str:
         """Label of the row."""
@@ -52,6 +53,7 @@ class Measured(NamedTuple):
             "simulated rank" * self.simulated,
             "" if self.float8 is None else "FP8" + ", gradients of weights too" * self.float8.weight_gradient,
             " + ".join(map(str, self.stages)) + " sub-layers" * bool(self.stages),
+            "H100" * (self.gpu == "h100"),
         ]
         return ", ".join([self.preset, *filter(None, parts)]) + (f", dp {self.dp}" if self.dp > 1 else "")
 
@@ -70,7 +72,7 @@ class Measured(NamedTuple):
         layout = ParallelLayout(ParallelConfig(**axes), self.dp, self.batch, self.micro_batches, self.recompute)
         samples = self.batch * self.micro_batches * self.dp
         workload = Workload(model, self.length, samples, torch.bfloat16, True, float8=self.float8)
-        estimator = Estimator(workload, HARDWARE["h200"])
+        estimator = Estimator(workload, HARDWARE[self.gpu])
         if self.stages:
             bounds = itertools.pairwise([0, *itertools.accumulate(self.stages)])
             estimator.partitions[layout.parallel.pp, len(self.stages)] = [range(start, end) for start, end in bounds]
@@ -86,23 +88,28 @@ class Measured(NamedTuple):
 
 FLOAT8, ALL_FLOAT8 = Float8Settings(), Float8Settings(weight_gradient=True)
 ROWS = [
+    Measured("gla-1.3b", 2, 8192, 54.4, 0.2738, cuda_graphs=True, gpu="h100"),
+    Measured("rodimus_plus-1.6b", 2, 8192, 66.0, 0.3836, cuda_graphs=True, gpu="h100"),
+    Measured("rodimus-1.3b", 2, 8192, 69.2, 0.3390, cuda_graphs=True, gpu="h100"),
+    Measured("mamba2-1b", 2, 8192, 65.0, 0.3346, cuda_graphs=True, gpu="h100"),
+    Measured("retnet-1.3b", 2, 8192, 49.3, 0.2733, cuda_graphs=True, gpu="h100"),
+    Measured("hgrn2-1b", 2, 8192, 43.6, 0.2129, cuda_graphs=True, gpu="h100"),
+    Measured("llama-1b", 2, 8192, 40.5, 0.2795, cuda_graphs=True, gpu="h100"),
+    Measured("cosformer2-1b", 2, 8192, 48.9, 0.2306, cuda_graphs=True, gpu="h100"),
+    Measured("tnl-1b", 2, 8192, 45.6, 0.2153, cuda_graphs=True, gpu="h100"),
+    Measured("transnormerllm-1b", 2, 8192, 36.3, 0.1960, cuda_graphs=True, gpu="h100"),
     Measured("transnormerllm-1b-64k", 4, 8192, 55.0, 0.3442, vocab_size=50304),
     Measured("tnl-1b", 4, 8192, 75.8, 0.4101),
-    Measured("hgrn2-1b", 4, 8192, 87.1, 0.454),
-    Measured("cosformer2-1b", 4, 8192, 88.3, 0.4735),
     Measured("mamba2-1b", 4, 8192, 110.8, 0.6462),
     Measured("rodimus-1.3b", 4, 8192, 119.6, 0.6599),
     Measured("transnormerllm-1b-64k", 4, 8192, 55.8, 0.2894, vocab_size=50304, float8=FLOAT8),
     Measured("transnormerllm-1b-64k", 4, 8192, 47.2, 0.2824, vocab_size=50304, float8=ALL_FLOAT8),
     Measured("tnl-1b", 4, 8192, 75.8, 0.3530, float8=FLOAT8),
-    Measured("hgrn2-1b", 4, 8192, 88.8, 0.3759, float8=FLOAT8),
     Measured("llama-1b", 4, 8192, 66.4, 0.5271, float8=FLOAT8),
     Measured("transnormerllm-7b-64k", 1, 32768, 110.4, 2.1387, recompute=True, float8=FLOAT8),
     Measured("transnormerllm-7b-64k", 1, 32768, 109.7, 1.9982, recompute=True, float8=ALL_FLOAT8),
-    Measured("hgrn2-1b", 1, 32768, 88.8, 0.4350),
     Measured("mamba2-1b", 1, 32768, 111.2, 0.6309),
     Measured("rodimus-1.3b", 1, 32768, 119.6, 0.6338),
-    Measured("hgrn2-1b", 1, 65536, 82.9, 0.4362, "cp 2, zero 2", simulated=True),
     Measured("mamba2-1b", 1, 65536, 103.8, 0.6388, "cp 2, zero 2", simulated=True),
     Measured("rodimus-1.3b", 1, 65536, 112.0, 0.6224, "cp 2, zero 2", simulated=True),
     Measured("transnormerllm-1b-64k", 1, 65536, 51.0, 0.3635, "cp 2, zero 2", simulated=True),
