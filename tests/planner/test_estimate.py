@@ -25,11 +25,13 @@ def test_estimates_are_near_what_was_measured(name):
 
 @pytest.mark.slow
 def test_async_tensor_parallelism_is_fastest_and_sequence_parallelism_slowest():
-    """The order on two H200, with memory within 2 % and time within 5 %."""
+    """The order on two H200, with memory within 2 % and time within 5 %, to which the update's time belongs as it was
+    before its kernel: 38 bytes a parameter, now 30."""
     run = "transnormerllm-7b-64k, 1 x 2 x 2048, tp 2"
     names = [f"{run}, {way}CUDA graph" for way in ("async tensor parallel, ", "", "sequence parallel, ")]
     found = [NAMED[name].compared() for name in names]
     assert [gib for gib, _ in found] == pytest.approx([NAMED[name].peak_gib for name in names], rel=0.02)
-    times = [seconds for _, seconds in found]
+    before = [NAMED[name].estimate()[2].update * (38 - 30) / 30 for name in names]
+    times = [seconds + more for (_, seconds), more in zip(found, before, strict=True)]
     assert times == pytest.approx([NAMED[name].step_seconds for name in names], rel=0.05)
     assert times == sorted(times)
