@@ -13,7 +13,7 @@ from megalin.errors import ConfigError
 
 _SPARE_TOKENS = 16  # to generate beyond the answer, for words before it or other spacing
 SHORTEST_CONTEXT = 64
-"""Fewest tokens of a prompt."""
+"""Least `context_length`."""
 
 
 class TextEncoder(Protocol):
