@@ -26,7 +26,7 @@ cudaError_t describe(const Operand& x, const ScanShape& shape, int width, Tensor
       reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(x.data), sizes,
       strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return code == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return static_cast<cudaError_t>(code);  // the driver's and the runtime's errors have the same numbers
 }
 
 cudaError_t describe(const ScanShape& shape, bool output, Scans& scans) {
@@ -52,11 +52,12 @@ cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks,
   if (const auto code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return code;
   if (const auto code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return code;
   const bool hopper = major == 9 && minor == 0;
+  const int bytes = hopper ? Shared<KEY, VALUE, OUTPUT, true>::BYTES : Shared<KEY, VALUE, OUTPUT, false>::BYTES;
+  // In a thread's first call of CUDA this makes the device's context current, which tensor maps are encoded in.
+  if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
   if (hopper) {
     if (const auto code = describe(shape, OUTPUT, scans)) return code;
   }
-  const int bytes = hopper ? Shared<KEY, VALUE, OUTPUT, true>::BYTES : Shared<KEY, VALUE, OUTPUT, false>::BYTES;
-  if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
   const int tiles = (shape.value + VALUE - 1) / VALUE;
   const dim3 grid(unsigned(shape.batch) * shape.heads * tiles * scans.count, blocks);
   kernel<<<grid, 2 * VALUE, bytes, stream>>>(shape, scans, skipped);

@@ -1,6 +1,7 @@
 """Kernels of the decay scans on a GPU against fp64: lengths, decays, dtypes, widths, documents, equal bits."""
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,6 +87,23 @@ def test_fixed_decay_of_other_widths_in_cuda(backend, key, value, packed):
     documents = documents_of(1000) if packed else None
     inputs = make_inputs(1000, torch.bfloat16, key, value)
     compare(decay_scan, decay_scan_reference, inputs, backend=backend, slopes=slopes, document_ids=documents)
+
+
+@pytest.mark.parametrize("backend", ["triton", CUDA])
+def test_fixed_decay_as_the_first_launch_of_a_thread(backend, monkeypatch):
+    """As in autograd's thread. Memory is of torch's cache and not filled: both would make the context current."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    inputs = make_inputs(1000, torch.bfloat16, 192, 96)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+
+    def run():
+        o = decay_scan(**leaves, slopes=None, backend=backend).output
+        return torch.autograd.grad(o, list(leaves.values()), o.detach())
+
+    expected = run()
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(run).result()
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("backend", ["triton", CUDA])
