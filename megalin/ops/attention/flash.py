@@ -181,7 +181,7 @@ def _forward(
     """
     starts, longest = _extent(q, offsets, sizes, window)
     attend = flash4.attend if four else _attend
-    output, sums = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, longest, window)
+    output, sums = attend(*map(_tokens, (q, k, v)), starts, longest, window)
     return output.view(q.shape), sums
 
 
@@ -202,7 +202,7 @@ def _backward(
     if torch.are_deterministic_algorithms_enabled() and not four:
         starts = _with_one_sum(starts, q)
     shapes = q.shape, k.shape, v.shape
-    dy, q, k, v, output = (x.flatten(0, 1) for x in (dy.contiguous(), q, k, v, output))
+    dy, q, k, v, output = map(_tokens, (dy.contiguous(), q, k, v, output))
     attend_backward = flash4.attend_backward if four else _attend_backward
     dq, dk, dv = attend_backward(dy, q, k, v, output, sums, starts, longest, window)
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
@@ -219,6 +219,11 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """x [B, T, H, K] as [N, H, K], with the contiguous last dimension that the kernels ask for."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
 
 def _extent(q: Tensor, offsets: Tensor | None, sizes: Tensor | None, window: int) -> tuple[Tensor, int]:
