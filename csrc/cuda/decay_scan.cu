@@ -52,6 +52,7 @@ cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks,
   if (const auto code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return code;
   if (const auto code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return code;
   const bool hopper = major == 9 && minor == 0;
+  if (!hopper && WIDE<KEY, VALUE>) return cudaErrorNotSupported;
   const int bytes = hopper ? Shared<KEY, VALUE, OUTPUT, true>::BYTES : Shared<KEY, VALUE, OUTPUT, false>::BYTES;
   // In a thread's first call of CUDA this makes the device's context current, which tensor maps are encoded in.
   if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;
@@ -66,10 +67,15 @@ cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks,
 
 template <bool OUTPUT>
 cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks, cudaStream_t stream) {
-  if (shape.key > 128) return start<256, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
+  if (shape.key <= 96 && shape.value > 128 && shape.value <= 192) {
+    return start<96, 192, OUTPUT>(shape, scans, skipped, blocks, stream);
+  }
+  if (shape.key > 192) return start<256, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
+  if (shape.key > 128) return start<192, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
   if (shape.key <= 64 && shape.value <= 64) return start<64, 64, OUTPUT>(shape, scans, skipped, blocks, stream);
   if (shape.key <= 64) return start<64, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
   if (shape.value <= 64) return start<128, 64, OUTPUT>(shape, scans, skipped, blocks, stream);
+  if (shape.key <= 96) return start<96, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
   return start<128, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
 }
 

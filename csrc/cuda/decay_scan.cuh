@@ -48,15 +48,17 @@ constexpr bool ON_HOPPER = false;
 // and the factors of a chunk are computed while the previous chunk is processed.
 template <int KEY, int VALUE, bool OUTPUT, bool HOPPER>
 struct Shared {
-  static constexpr bool AHEAD = !OUTPUT || KEY <= 128;
+  static constexpr bool AHEAD = !OUTPUT || KEY <= 192;
   static constexpr bool ENGINE = HOPPER;  // tiles are copied by TMA
-  static constexpr int STAGES = !OUTPUT ? 3 : !AHEAD ? 2 : HOPPER ? 4 : 3, BUFFERS = AHEAD ? 2 : 1;
+  static constexpr int STAGES = !OUTPUT ? 3 : !AHEAD ? 2 : HOPPER && KEY <= 128 && VALUE <= 128 ? 4 : 3;
+  static constexpr int BUFFERS = AHEAD ? 2 : 1;
   // Number of chunks by which q and k are prefetched. o overwrites v in its tile, and the copy engine reads this tile
   // for the duration of a chunk: so v is prefetched one chunk less, or, if there is no spare stage, o has its own tile.
   static constexpr int DISTANCE = STAGES - 1;
   static constexpr bool OWN_TILE = ENGINE && !AHEAD;
   static constexpr int VALUES_DISTANCE = OUTPUT && ENGINE && !OWN_TILE ? DISTANCE - 1 : DISTANCE;
-  static constexpr int KEY_BYTES = KEY / 64 * PANEL_BYTES, VALUE_BYTES = VALUE / 64 * PANEL_BYTES;
+  static constexpr int PANELS = (KEY + 63) / 64;  // of q and k
+  static constexpr int KEY_BYTES = PANELS * PANEL_BYTES, VALUE_BYTES = VALUE / 64 * PANEL_BYTES;
   static constexpr int K = OUTPUT ? KEY_BYTES : 0, V = K + KEY_BYTES, STAGE = V + VALUE_BYTES;
   static constexpr int SCORES = STAGES * STAGE, O = SCORES + (OUTPUT ? BUFFERS * PANEL_BYTES : 0);
   static constexpr int SMALL = O + (OWN_TILE ? VALUE_BYTES : 0);
@@ -79,10 +81,10 @@ __device__ inline const __nv_bfloat16* start_of(const Operand& x, int batch, int
 // OUTPUT: computes o of a block for each scan, and the final state after the last block. Otherwise: computes the parts'
 // contributions to the state from k and v alone, from part `skipped` on, into `leaving` [B H, blocks, key, value].
 template <int KEY, int VALUE, bool OUTPUT>
-__global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
-    decay_scan(const __grid_constant__ ScanShape shape, const __grid_constant__ Scans scans, int skipped) {
+__device__ __forceinline__ void scan_block(const ScanShape& shape, const Scans& scans, int skipped) {
   using S = Shared<KEY, VALUE, OUTPUT, ON_HOPPER>;
-  constexpr int THREADS = 2 * VALUE, GROUPS = VALUE / 64, SEEN = CHUNK / GROUPS;  // columns of P per warpgroup
+  // Columns of P per warpgroup, in tiles of 8; of three groups, the last one drops the columns past CHUNK.
+  constexpr int THREADS = 2 * VALUE, GROUPS = VALUE / 64, SEEN = (CHUNK / GROUPS + 7) / 8 * 8;
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t base = shared_address(memory);
   auto& small = *reinterpret_cast<typename S::Small*>(memory + S::SMALL);
@@ -116,15 +118,16 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
       if (threadIdx.x == 0) {
         expect_bytes(keys_barrier(i), S::V);
 #pragma unroll
-        for (int panel = 0; panel < KEY / 64; ++panel) {
+        for (int panel = 0; panel < S::PANELS; ++panel) {
           const uint32_t target = stage + panel * PANEL_BYTES;
           if constexpr (OUTPUT) copy_panel(target, maps[0], panel * 64, start, head, batch, keys_barrier(i));
           copy_panel(target + S::K, maps[1], panel * 64, start, head, batch, keys_barrier(i));
         }
       }
     } else {
-      if constexpr (OUTPUT) load_tile<KEY, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
-      load_tile<KEY, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
+      constexpr int WIDTH = 64 * S::PANELS;
+      if constexpr (OUTPUT) load_tile<WIDTH, THREADS>(stage, q + start * scan.q.token, scan.q.token, count, shape.key);
+      load_tile<WIDTH, THREADS>(stage + S::K, k + start * scan.k.token, scan.k.token, count, shape.key);
     }
     if (documents && threadIdx.x <= CHUNK) {
       const int token = min(max(start - 1 + int(threadIdx.x), 0), start + count - 1);
@@ -227,6 +230,7 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
 #pragma unroll
     for (int j = 0; j < SEEN / 8; ++j) {
       const int writer = group * SEEN + 8 * j + 2 * c;
+      if (GROUPS * SEEN > CHUNK && writer >= CHUNK) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float x = scores[j][2 * half] * decay[8 * half - 8 * j];
@@ -389,6 +393,16 @@ __global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 ? 1 : 2)
       }
     }
   }
+}
+
+// Tiles that only a Hopper GPU has shared memory and registers for; code for other GPUs leaves their kernels empty.
+template <int KEY, int VALUE>
+constexpr bool WIDE = KEY > 128 || VALUE > 128;
+
+template <int KEY, int VALUE, bool OUTPUT>
+__global__ void __launch_bounds__(2 * VALUE, OUTPUT || WIDE<KEY, VALUE> ? 1 : 2)
+    decay_scan(const __grid_constant__ ScanShape shape, const __grid_constant__ Scans scans, int skipped) {
+  if constexpr (ON_HOPPER || !WIDE<KEY, VALUE>) scan_block<KEY, VALUE, OUTPUT>(shape, scans, skipped);
 }
 
 // Combines the parts' contributions [B H, blocks parts, size] into the blocks' initial states [B H, slots, size], or,

@@ -42,8 +42,10 @@ __device__ inline uint64_t descriptor(uint32_t address) {
 
 #define MEGALIN_TILE(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define MEGALIN_4_TILES(j) MEGALIN_TILE(j), MEGALIN_TILE(j + 1), MEGALIN_TILE(j + 2), MEGALIN_TILE(j + 3)
+#define MEGALIN_12 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
 #define MEGALIN_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MEGALIN_32 MEGALIN_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MEGALIN_48 MEGALIN_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define MEGALIN_64                                                                                                  \
   MEGALIN_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51" \
              ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -55,6 +57,11 @@ __device__ void multiply_step(float (*d)[4], const Left& a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MEGALIN_32
                  "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
                  : MEGALIN_4_TILES(0), MEGALIN_4_TILES(4)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(BY_K));
+  } else if constexpr (TILES == 12) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" MEGALIN_48
+                 "}, {%48, %49, %50, %51}, %52, 1, 1, 1, %53;"
+                 : MEGALIN_4_TILES(0), MEGALIN_4_TILES(4), MEGALIN_4_TILES(8)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(BY_K));
   } else {
     static_assert(TILES == 16);
@@ -70,7 +77,7 @@ template <Rows ROWS, int TILES>
 __device__ void multiply(float (&d)[TILES][4], const Left& a, uint32_t tile, int step) {
   const uint32_t offset = ROWS == Rows::K ? step * 2048 : step / 4 * PANEL_BYTES + step % 4 * 32;
   multiply_step<ROWS, TILES < 16 ? TILES : 16>(d, a, descriptor(tile + offset));
-  if constexpr (TILES == 32) multiply_step<ROWS, 16>(d + 16, a, descriptor(tile + offset + 2 * PANEL_BYTES));
+  if constexpr (TILES > 16) multiply_step<ROWS, TILES - 16>(d + 16, a, descriptor(tile + offset + 2 * PANEL_BYTES));
 }
 
 // d [64, N] += a b^T over KEY columns; the rows of tiles a and b are the result's rows and columns.
@@ -80,7 +87,11 @@ __device__ void multiply_tiles(float (&d)[TILES][4], uint32_t a, uint32_t b) {
   for (int step = 0; step < KEY / 16; ++step) {
     const uint32_t offset = step / 4 * PANEL_BYTES + step % 4 * 32;
     const uint64_t left = descriptor(a + offset), right = descriptor(b + offset);
-    if constexpr (TILES == 4) {
+    if constexpr (TILES == 3) {
+      asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {" MEGALIN_12 "}, %12, %13, 1, 1, 1, 0, 0;"
+                   : MEGALIN_TILE(0), MEGALIN_TILE(1), MEGALIN_TILE(2)
+                   : "l"(left), "l"(right));
+    } else if constexpr (TILES == 4) {
       asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" MEGALIN_16 "}, %16, %17, 1, 1, 1, 0, 0;"
                    : MEGALIN_4_TILES(0)
                    : "l"(left), "l"(right));

@@ -80,7 +80,10 @@ def test_fixed_decay_of_other_dtypes_and_widths(dtype, key, value):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("key", "value"), [(256, 128), (200, 136), (128, 64), (64, 128), (80, 17), (40, 104)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(256, 128), (200, 136), (128, 64), (64, 128), (80, 17), (40, 104), (192, 96), (96, 192), (88, 136), (136, 200)],
+)
 @pytest.mark.parametrize("backend", [CUDA])
 def test_fixed_decay_of_other_widths_in_cuda(backend, key, value, packed):
     slopes = torch.tensor(SLOPES["weak"], device="cuda")
