@@ -19,6 +19,10 @@ def aligned(x: Tensor) -> Tensor:
 
 def tiled(x: Tensor, chunk: int, width: int) -> TensorDescriptor:
     """Descriptor of an `aligned` x, tiles [chunk, width] of one head; out of bounds reads zeros and writes nothing."""
+    if x.is_cuda:
+        # Triton encodes descriptors before it makes the device's context current, which a thread's first launch, such
+        # as autograd's, may be without. This query does that, also while a CUDA graph is captured.
+        torch.cuda.is_current_stream_capturing()
     x = x.transpose(1, 2)  # [B, H, T, D]
     # A dimension of size one may have any stride.
     strides = [stride if size > 1 else x.shape[3] for size, stride in zip(x.shape, x.stride(), strict=True)]
