@@ -15,9 +15,6 @@ FLOAT8_SPEEDUP = 1.83
 ATTENTION_EFFICIENCY = 0.48
 """Fraction of the data sheet's matrix rate for causal softmax attention, its backward counted as two forwards: 28.0 ms
 for 3 x 4.4 TFLOP, cuDNN, 32,768 tokens and 16 heads of 128, H200."""
-MEMORY_EFFICIENCY = 0.60
-"""Fraction of the data sheet's bandwidth for all kernels except matmuls: between 0.4 (scans) and 0.85 (norms, gates),
-H200. Using one number for all of them is the main error of the estimate."""
 LINK_EFFICIENCY = 0.67
 """Fraction of a link's data sheet for large collectives: 292 to 329 of 450 GB/s, four H200. Used for networks too."""
 COLLECTIVE_SECONDS = 36e-6
@@ -39,6 +36,10 @@ class Hardware(NamedTuple):
     """Dense bf16 operations a second."""
     memory_bandwidth: float
     """Bytes a second, read and written together."""
+    memory_efficiency: float
+    """Fraction of `memory_bandwidth` at which all kernels except matmuls move their bytes, some of which stay in the L2
+    cache. H100 and H200: fitted to steps of ten models each (docs/planner.md), between 0.4 (scans) and 0.88 (copies);
+    others: that of the H200. Using one number for all kernels is the main error of the estimate."""
     link_bandwidth: float
     """Bytes a second that a GPU sends to the others of its host (NVLink, one direction)."""
     network_bandwidth: float
@@ -50,10 +51,10 @@ class Hardware(NamedTuple):
 HARDWARE = {
     hardware.name: hardware
     for hardware in (
-        Hardware("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 300e9, 25e9, (8, 0)),
-        Hardware("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 450e9, 50e9, (9, 0)),
-        Hardware("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 450e9, 50e9, (9, 0)),
-        Hardware("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 900e9, 50e9, (10, 0)),
+        Hardware("a100", 80 * 10**9, BF16_FLOPS_PER_SECOND["A100"], 2.039e12, 0.73, 300e9, 25e9, (8, 0)),
+        Hardware("h100", 80 * 10**9, BF16_FLOPS_PER_SECOND["H100"], 3.35e12, 0.94, 450e9, 50e9, (9, 0)),
+        Hardware("h200", 141 * 10**9, BF16_FLOPS_PER_SECOND["H200"], 4.8e12, 0.73, 450e9, 50e9, (9, 0)),
+        Hardware("b200", 180 * 10**9, BF16_FLOPS_PER_SECOND["B200"], 7.7e12, 0.73, 900e9, 50e9, (10, 0)),
     )
 }
 """Known GPUs by name: SXM boards, 8 on a host."""

@@ -16,7 +16,6 @@ from megalin.planner.hardware import (
     HOST_SECONDS,
     LINK_EFFICIENCY,
     MATRIX_EFFICIENCY,
-    MEMORY_EFFICIENCY,
     SIGNAL_SECONDS,
     Hardware,
 )
@@ -130,7 +129,7 @@ def step_time(
         itemsize: bytes of the compute dtype.
     """
     count, parallel, again = layout.num_micro_batches, layout.parallel, int(layout.recompute)
-    matrix, memory = hardware.matrix_flops * MATRIX_EFFICIENCY, hardware.memory_bandwidth * MEMORY_EFFICIENCY
+    matrix, memory = hardware.matrix_flops * MATRIX_EFFICIENCY, hardware.memory_bandwidth * hardware.memory_efficiency
     attention = work.attention_flops / (hardware.matrix_flops * ATTENTION_EFFICIENCY)
     matmuls = (3 + again) * (work.block_flops / matrix + attention) + 3 * work.other_flops / matrix
     matmuls -= (work.float8_passes + again) * work.float8_flops / matrix * (1 - 1 / FLOAT8_SPEEDUP)
