@@ -181,7 +181,7 @@ def _forward(
     """
     starts, longest = _extent(q, offsets, sizes, window)
     attend = flash4.attend if four else _attend
-    output, sums = attend(*map(_tokens, (q, k, v)), starts, longest, window)
+    output, sums = attend(_tokens(q), _tokens(k), _tokens(v), starts, longest, window)
     return output.view(q.shape), sums
 
 
