@@ -16,7 +16,7 @@ balance between ranks weighs more."""
 _TRIES = 30
 """Restarts of the search."""
 _STEPS = 20_000_000
-"""Limit of simulated operations in a search: about a second with up to 32 stages."""
+"""Limit of simulated operations in a search, after which no further moves are compared: about a second."""
 _AT_ONCE = 256
 """Partitions that are simulated together."""
 
@@ -68,15 +68,23 @@ def cut_for_interleaving(costs: list[int], num_runs: int, *, num_ranks: int) -> 
     partitions near the best one.
     """
     schedule = _Schedule(num_ranks, num_runs // num_ranks, _PLANNED_ROUNDS * num_ranks)
-    inner = range(1, num_runs)
-    moves = [
-        [sign * (first <= boundary <= last) for boundary in range(num_runs + 1)]
-        for first, last in itertools.combinations_with_replacement(inner, 2)
-        for sign in (1, -1)
-    ]
+    moves = _moves(num_runs, most=_STEPS // 4 // len(schedule.operations))
     search = _Search(np.array([0, *itertools.accumulate(costs)], dtype=np.float64), schedule, np.array(moves))
     even = np.array([0, *(run.stop for run in cut_evenly(costs, num_runs))])
     return _ranges(search.best(even).tolist())
+
+
+def _moves(num_runs: int, *, most: int) -> list[list[int]]:
+    """Changes of a partition's boundaries that are compared with each other: neighbouring ones by one layer, as many
+    neighbours at once as `most` changes allow, but at least single ones."""
+    inner = range(1, num_runs)
+    together = max(itertools.takewhile(lambda count: count * (2 * num_runs - 1 - count) <= most, inner), default=1)
+    return [
+        [sign * (first <= boundary <= last) for boundary in range(num_runs + 1)]
+        for first, last in itertools.combinations_with_replacement(inner, 2)
+        if last - first < together
+        for sign in (1, -1)
+    ]
 
 
 class _Schedule:
@@ -158,6 +166,8 @@ class _Search:
         draw = random.Random(0)
         seconds, cut = self._descend(start)
         for _ in range(_TRIES):
+            if self._steps >= _STEPS:
+                break
             other = cut
             for _ in range(3):
                 moved = other + self._moves[draw.randrange(len(self._moves))]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from megalin.model.pipeline_partition import Operation, cut_evenly, cut_for_interleaving, interleaved_order
+from megalin.model.pipeline_partition import Operation, _moves, cut_evenly, cut_for_interleaving, interleaved_order
 
 
 def every_cut(size: int, num_runs: int) -> list[list[range]]:
@@ -115,6 +115,12 @@ def test_cut_for_interleaving_of_many_layers_beats_the_even_cut(num_ranks: int):
         costs = random_costs(seed, 100)
         even, cut = cut_evenly(costs, 16), cut_for_interleaving(costs, 16, num_ranks=num_ranks)
         assert step_seconds(costs, cut, num_ranks) < step_seconds(costs, even, num_ranks)
+
+
+def test_fewer_changes_of_many_stages_are_compared():
+    assert len(_moves(16, most=10**6)) == 2 * 15 * 16 / 2
+    assert 2 * 63 < len(_moves(64, most=305)) <= 305
+    assert len(_moves(128, most=76)) == 2 * 127
 
 
 @pytest.mark.parametrize(("num_ranks", "stages_a_rank", "num_micro_batches"), [(2, 2, 16), (4, 3, 8), (3, 2, 3)])
