@@ -137,6 +137,17 @@ def test_resumed_run_with_shorter_lines_is_read_again(tmp_path):
     assert (watched.steps, watched.tokens_per_second()) == (8, 22.5)
 
 
+def test_torn_and_foreign_lines_are_skipped(tmp_path):
+    torn, foreign = record(2)[:9] + "\n", ["\xff\n", "[1]\n", "3\n", '{"step": 2, "tokens": 20}\n', '{"tokens": 20}\n']
+    lines = [record(1), torn, *foreign, record(2, **{GOAL: 0.2}), "\n", record(3)[:9]]
+    watched, path = progress(tmp_path, lines), tmp_path / "metrics.jsonl"
+    assert (watched.steps, watched.best[GOAL], watched.tokens_per_second()) == (2, 0.2, 7.5)
+    with path.open("a") as file:  # a killed writer's torn line, and the run that goes on behind it
+        file.write("\n" + record(3, **{GOAL: 0.3}))
+    watched.update()
+    assert (watched.steps, watched.best[GOAL], watched.tokens_per_second()) == (3, 0.3, 10.0)
+
+
 def test_metrics_of_a_branch_begin_after_the_steps_of_its_trunk(tmp_path):
     watched, path = progress(tmp_path, [record(11), record(12, **{GOAL: 0.2})]), tmp_path / "metrics.jsonl"
     assert (watched.steps, watched.best[GOAL]) == (12, 0.2)
