@@ -80,7 +80,8 @@ class Progress:
         stop = self._stop
         if not self.best or goal > self._sign * self.best[self._goal]:
             self.best = record
-        loss = float("inf") if self._loss is None else record.get(self._loss, float("inf"))
+        found = None if self._loss is None else record.get(self._loss)
+        loss = float("inf") if found is None else found  # null: it was not finite
         # Against the values at the last gain, so that small steps add up to one.
         loss_gained = math.isfinite(loss) and loss <= self._gained_loss * (1 - stop.min_loss_gain)
         if loss_gained or goal >= self._gained_goal + stop.min_gain:

@@ -43,7 +43,7 @@ def write_sweep(folder: Path, **fields: Any) -> Path:
     return path
 
 
-def record(step: int, **metrics: float) -> str:
+def record(step: int, **metrics: float | None) -> str:
     values = {"step": step, "tokens": 10 * step, "tokens_per_second": 5.0 * step}
     return json.dumps(values | {key.replace("__", "/"): value for key, value in metrics.items()}) + "\n"
 
@@ -135,6 +135,12 @@ def test_resumed_run_with_shorter_lines_is_read_again(tmp_path):
     path.write_text("".join(record(step).rstrip().ljust(79) + "\n" for step in range(1, 9)))
     watched.update()
     assert (watched.steps, watched.tokens_per_second()) == (8, 22.5)
+
+
+def test_loss_that_is_not_finite_is_no_gain(tmp_path):
+    lines = [record(1, **{GOAL: 0.2, LOSS: 1.0}), *(record(step, **{GOAL: 0.2, LOSS: None}) for step in (2, 3))]
+    assert progress(tmp_path, lines, loss=LOSS, patience=3).status is None
+    assert progress(tmp_path, lines, loss=LOSS, patience=2).status is Status.STALLED
 
 
 def test_torn_and_foreign_lines_are_skipped(tmp_path):
