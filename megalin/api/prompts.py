@@ -72,4 +72,4 @@ def _of_tensor(prompts: Tensor, stop_ids: Sequence[int]) -> PromptIds:
         made = torch.tensor(rows, dtype=torch.int64, device=prompts.device)
         return made[0] if prompts.dim() == 1 else made
 
-    return PromptIds(prompts.reshape(-1, prompts.shape[-1]).tolist(), of_kind)
+    return PromptIds((prompts[None] if prompts.dim() == 1 else prompts).tolist(), of_kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
@@ -210,12 +211,17 @@ class DataConfig(Config):
             unweighted = next(source.name for source in self.sources if source.weight is None)
             yield f"sources: {unweighted} has no weight, but others have; give a weight to every source or to none"
         paths = [*self.train, *(path for source in self.sources for path in source.paths)]
-        if len(set(paths)) < len(paths):
-            twice = next(prefix for prefix in paths if paths.count(prefix) > 1)
+        # Other spellings of a path count; links do not, because configs are read where the shards are not.
+        places = [os.path.abspath(path) for path in paths]
+        taken = set(places)
+        if len(taken) < len(places):
+            index = next(index for index, place in enumerate(places) if places.index(place) < index)
+            first, again = paths[places.index(places[index])], paths[index]
             field = "train" if self.train else "sources"
-            yield f"{field} lists the shard {twice} more than once; list each shard once"
+            also = "" if again == first else f", also as {again}"
+            yield f"{field} lists the shard {first} more than once{also}; list each shard once"
         for split in ("validation", "test"):
-            if shared := sorted(set(paths) & set(getattr(self, split))):
+            if shared := sorted(path for path in getattr(self, split) if os.path.abspath(path) in taken):
                 yield f"{split} lists the training shard {shared[0]}; a held-out split needs other data"
 
     def _phase_problems(self) -> Iterator[str]:

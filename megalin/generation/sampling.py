@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalin.errors import ConfigError
-from megalin.ops.decoding.sampling import draw_tokens
+from megalin.ops.decoding.sampling import SMALLEST_TEMPERATURE, draw_tokens
 from megalin.ops.dispatch.dtypes import compute_dtype
 
 _INCREMENT = 0x9E3779B97F4A7C15
@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
     """Sampling parameters of the next token, applied in this order: penalty, temperature, top-k, top-p."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the likeliest token (greedy)."""
+    """Divides the logits; 0, as any below 1e-30, takes the likeliest token (greedy)."""
     top_k: int | None = None
     """Samples from the k likeliest tokens only, and from those equal to the last of them."""
     top_p: float | None = None
@@ -79,7 +79,7 @@ def choose_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor
 
     Greedy choices and ties take the lowest id. Probabilities as in `draw_tokens`.
     """
-    if sampling.temperature == 0.0:
+    if sampling.temperature < SMALLEST_TEMPERATURE:
         return logits.argmax(-1)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         threshold = logits.topk(sampling.top_k).values[:, -1:]

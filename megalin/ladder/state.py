@@ -18,6 +18,7 @@ CHOICE = "choice.json"
 """The factor that the trials of a mixer chose, in their folder."""
 _LIMIT_BYTES = 1 << 24
 _MOST_CHANGES = 8
+_REMEDY = "remove it, or restore the ladder's folder"
 
 
 class RunResult(NamedTuple):
@@ -123,7 +124,7 @@ def finished_runs(folder: Path) -> list[tuple[Path, str]] | None:
     """
     if not (folder / PLAN).is_file():
         return None
-    mixers = _read(folder / PLAN)["ladder"]["mixers"]
+    mixers = _mixers(folder / PLAN)
     results = [(path, _result(path)) for path in sorted(folder.glob("*/*.json"))]
     return [
         (path.with_suffix(""), result.mixer) for path, result in results if result.is_done and result.mixer in mixers
@@ -164,14 +165,22 @@ def _result(path: Path) -> RunResult:
         raise DataError(f"{path}: not the result of a run; remove it, so that the ladder makes it again") from None
 
 
+def _mixers(path: Path) -> dict[str, Any]:
+    """The mixers of a plan, by name. Raises DataError where it has none."""
+    table = _read(path).get("ladder")
+    mixers = table.get("mixers") if isinstance(table, dict) else None
+    if not isinstance(mixers, dict):
+        raise DataError(f"{path}: not the plan of a ladder, which has a table ladder.mixers; {_REMEDY}")
+    return mixers
+
+
 def _read(path: Path) -> dict[str, Any]:
-    remedy = "remove it, or restore the ladder's folder"
     try:
-        values = json.loads(read_input(path, limit_bytes=_LIMIT_BYTES, remedy=remedy))
-    except ValueError as error:
+        values = json.loads(read_input(path, limit_bytes=_LIMIT_BYTES, remedy=_REMEDY))
+    except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         values = None
     if not isinstance(values, dict):
-        raise DataError(f"{path}: not a JSON object; {remedy}")
+        raise DataError(f"{path}: not a JSON object; {_REMEDY}")
     return values

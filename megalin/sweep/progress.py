@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -11,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megalin.sweep.config import SweepConfig, metric_name
+from megalin.train.jsonl import step_lines
+
+_FIELDS = {"step", "tokens", "tokens_per_second"}
+"""Fields of every line of a run's metrics."""
 
 
 class Status(StrEnum):
@@ -77,7 +80,8 @@ class Progress:
         stop = self._stop
         if not self.best or goal > self._sign * self.best[self._goal]:
             self.best = record
-        loss = float("inf") if self._loss is None else record.get(self._loss, float("inf"))
+        found = None if self._loss is None else record.get(self._loss)
+        loss = float("inf") if found is None else found  # null: it was not finite
         # Against the values at the last gain, so that small steps add up to one.
         loss_gained = math.isfinite(loss) and loss <= self._gained_loss * (1 - stop.min_loss_gain)
         if loss_gained or goal >= self._gained_goal + stop.min_gain:
@@ -91,8 +95,8 @@ class Progress:
             self.status = Status.STALLED
 
     def _new_records(self) -> list[dict[str, Any]] | None:
-        """Records after those that were read, of whole lines only: the run may be writing the last one. None where the
-        file was truncated since."""
+        """Records after those that were read, of whole lines only: the run may be writing the last one; torn and
+        foreign lines are skipped. None where the file was truncated since."""
         try:
             with self._path.open("rb") as file:
                 file.seek(max(self._offset - 1, 0))
@@ -104,7 +108,8 @@ class Progress:
                 return None
             data = data[1:]
         whole = data[: data.rfind(b"\n") + 1]
-        records = [json.loads(line) for line in whole.splitlines()]
+        steps = step_lines(whole.splitlines(keepends=True))
+        records = [record for _, record in steps if record.keys() >= _FIELDS]
         if self._offset and records and records[0]["step"] != self.steps + 1:  # a branch begins after its trunk
             return None
         self._offset += len(whole)

@@ -7,9 +7,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megalin.errors import StorageError
 from megalin.files import open_append, open_regular, open_temporary, publish
@@ -119,7 +119,7 @@ class JsonLines:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file, which may be growing; skips torn and foreign lines. Raises OSError."""
     with io.BufferedReader(open_regular(path, follow_links=True)) as file:
-        for _, record in _records(file):
+        for _, record in step_lines(file):
             yield record
 
 
@@ -137,13 +137,13 @@ def _open(path: Path, last_step: int | None) -> AppendedFile:
 def _truncate(path: Path, last_step: int | None) -> None:
     """Rewrites the file at `path` with its readable lines up to `last_step`."""
     with io.BufferedReader(open_regular(path, follow_links=False)) as source, open_temporary(path) as file:
-        file.writelines(line for line, record in _records(source) if last_step is None or record["step"] <= last_step)
+        file.writelines(line for line, record in step_lines(source) if last_step is None or record["step"] <= last_step)
         publish(file, path)
 
 
-def _records(file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields each complete line that is a JSON object with a step, and that object."""
-    for line in file:
+def step_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields each complete line that is a JSON object with a step, and that object; skips torn and foreign lines."""
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

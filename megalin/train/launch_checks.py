@@ -20,19 +20,23 @@ from megalin.train.float8 import check_float8_layers, float8_settings
 from megalin.train.graph_choice import check_graph_ranks
 from megalin.train.reduction import check_tree_ranks
 
+EVALUATION_KEYS = ("evaluate_every_steps", "evaluate_batches")
+"""Keys of [train] that only evaluations of the validation split read."""
+
 
 def check_launch(config: RunConfig, world_size: int) -> None:
     """Checks the run against the number of ranks, without a process group, before the first collective.
 
     Raises:
         ConfigError: the mesh does not fit the ranks; or all that apply of: the batch does not fit the data axis or the
-            pipeline; a size of the model is not divisible by tp, or the model cannot shard its sequences over cp or its
-            layers over pp; the ranks cannot have CUDA graphs; the engine is not installed, or its own config
-            contradicts this one.
+            pipeline; evaluations without a validation split; a size of the model is not divisible by tp, or the model
+            cannot shard its sequences over cp or its layers over pp; the ranks cannot have CUDA graphs; the engine is
+            not installed, or its own config contradicts this one.
     """
     check_world_size(config.parallel, world_size)
     checks: list[Callable[[], object]] = [
         lambda: _check_step(config, world_size),
+        lambda: _check_evaluations(config),
         lambda: check_graph_ranks(config, world_size),
         lambda: check_model(config.model, config.parallel, config.data.sequence_length),
         lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train)),
@@ -70,6 +74,19 @@ def _check_step(config: RunConfig, world_size: int) -> None:
     if train.engine == "deepspeed":
         check_deepspeed_version()
         deepspeed_settings(config, world_size)
+
+
+def _check_evaluations(config: RunConfig) -> None:
+    """Raises ConfigError for keys of the evaluations of a run without a validation split. It is no check of the config,
+    so that an older run with such keys can still be read."""
+    if config.data.has("validation"):
+        return
+    values = {name: getattr(config.train, name) for name in EVALUATION_KEYS}
+    if given := [f"train.{name} = {value}" for name, value in values.items() if value is not None]:
+        raise ConfigError(
+            f"{' and '.join(given)}: no effect without a validation split; set data.validation, "
+            f"data.validation_fraction or data.split, or leave {'it' if len(given) == 1 else 'them'} out"
+        )
 
 
 def _batches_that_fill(train: TrainConfig, parallel: ParallelConfig, data_size: int) -> str:

@@ -19,6 +19,9 @@ WEIGHT_BOUND = {"float64": 1e-7, "float32": 2e-2, "bfloat16": 1e-3, "float16": 1
 """Bound of the root mean square difference of a weight after the step, in units of the learning rate. AdamW divides
 each gradient element by its own magnitude, so rounding of the smallest elements is amplified up to lr / eps. bf16 and
 fp16: from the same gradients, so only the rounding of weights in fp32 remains, 5e-4 at a magnitude of 8."""
+ZERO_GRADIENT = 2.0**-48
+"""Gradients whose norm is at most this fraction, 16 units of fp64, of that of all gradients are rounding errors of
+zero, as of queries and keys in windows of one token. Their error is measured in units of the norm of all gradients."""
 ROUNDING_FACTOR = 2.0
 """Factor on the measured rounding of one process; the product is the bound for tensors of the same role."""
 
@@ -61,13 +64,14 @@ def compare(
     """
     assert outcome.keys() == truth.keys(), outcome.keys() ^ truth.keys()
     rows = []
+    total = float(truth.get("grad_norm", 0.0))
     for name, expected in truth.items():
         bound = (WEIGHT_BOUND if kind(name) == "weight" else RELATIVE_BOUND)[case.dtype]
         if kind(name) in COUNTED:
             bound = 0.0
         if rounding is not None:
             bound = max(bound, ROUNDING_FACTOR * rounding.get(role(name), 0.0))
-        rows.append(TensorError(name, error(name, outcome[name], expected, device), bound))
+        rows.append(TensorError(name, error(name, outcome[name], expected, device, total), bound))
     return rows
 
 
@@ -82,8 +86,11 @@ def role(name: str) -> str:
     return re.sub(r"(?<=:blocks\.)\d+", "*", name) if ":" in name else kind(name)
 
 
-def error(name: str, actual: Tensor, expected: Tensor, device: torch.device) -> float:
-    """The difference in the units of the bounds, summed in fp64 on `device`; inf for another shape."""
+def error(name: str, actual: Tensor, expected: Tensor, device: torch.device, total: float = 0.0) -> float:
+    """The difference in the units of the bounds, summed in fp64 on `device`; inf for another shape.
+
+    `total`: norm of all gradients, the unit of those that are zero but for rounding; 0: no tensor is such a gradient.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     if kind(name) in COUNTED:
@@ -93,4 +100,6 @@ def error(name: str, actual: Tensor, expected: Tensor, device: torch.device) -> 
     if kind(name) == "weight":
         return difference / expected.numel() ** 0.5 / OPTIMIZER.lr
     scale = expected.norm().item()
+    if kind(name) == "gradient" and scale <= ZERO_GRADIENT * total:
+        scale = total
     return difference / scale if scale else difference

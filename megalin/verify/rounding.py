@@ -43,7 +43,8 @@ def _without(outcome: Outcome, *kinds: str) -> list[str]:
 
 
 def _errors(narrow: Outcome, truth: Outcome, names: list[str], device: torch.device) -> list[tuple[str, float]]:
-    return [(name, error(name, narrow[name], truth[name], device)) for name in names]
+    total = float(truth["grad_norm"])
+    return [(name, error(name, narrow[name], truth[name], device, total)) for name in names]
 
 
 def _largest(errors: list[tuple[str, float]]) -> Rounding:

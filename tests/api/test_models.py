@@ -191,6 +191,9 @@ REFUSED: list[tuple[Any, str]] = [
         "prompts of shape [3] and dtype torch.float32: give ids as an integer tensor",
     ),
     (lambda m: m.generate([[1], []]), "prompt 1 has no tokens"),
+    (lambda m: m.generate(ids()[0, :0]), "prompt 0 has no tokens; give some text"),
+    (lambda m: m.generate(ids()[:, :0]), "prompt 0 has no tokens; give some text\nprompt 1 has no tokens"),
+    (lambda m: m.generate(ids()[:0]), "no prompts; give at least one"),
     (lambda m: m.generate([VOCAB]), "token 257 is outside the vocabulary of 257 ids"),
     (lambda m: m.generate([1], temperature=-1.0), "temperature = -1.0 is not in [0, inf)"),
 ]

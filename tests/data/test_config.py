@@ -1,5 +1,7 @@
 """The table [data]: splits of a shard, and every refused setting of sources, phases, orders and packing."""
 
+import os
+
 import pytest
 
 from megalin.config import parse
@@ -50,6 +52,16 @@ def test_each_split_has_its_own_shards_or_a_part_of_the_training_shards():
         ({"sources": [WEB, {"name": "x", "paths": ["x"]}]}, "sources: x has no weight, but others have; give a weight"),
         ({"sources": [WEB, {**CODE, "paths": ["w"]}]}, "sources lists the shard w more than once; list each shard"),
         ({"sources": [WEB], "test": ["w"]}, "test lists the training shard w; a held-out split needs other data"),
+        ({"train": ["a", "./a"]}, r"train lists the shard a more than once, also as \./a; list each shard once"),
+        (
+            {"train": ["x/a", "b", "x//y/../a"]},
+            "train lists the shard x/a more than once, also as x//y/../a; list each",
+        ),
+        (
+            {"sources": [WEB, {**CODE, "paths": [os.path.abspath("w")]}]},
+            r"sources lists the shard w more than once, also as /.*/w; list each shard once",
+        ),
+        ({"train": ["a"], "validation": ["v", "./a"]}, r"validation lists the training shard \./a; a held-out split"),
         ({"sources": [{**WEB, "weight": -1.0}]}, r"sources.0.weight = -1.0: .*greater than or equal to 0"),
         ({"sources": [{**WEB, "weight": float("inf")}]}, r"sources.0.weight = inf: .*finite"),
         ({"sources": [{**WEB, "name": "a b"}]}, r"sources.0.name = 'a b'"),

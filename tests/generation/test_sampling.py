@@ -70,6 +70,15 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_draw():
         assert token == 0 or cumulative[row, token - 1] <= u + 1e-12
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-31, 1e-38, 1e-40, 1e-46, 1e-320])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 2}], ids=str)
+def test_a_temperature_near_zero_takes_the_likeliest_token(temperature, filters):
+    logits = torch.stack([LOGITS.roll(turn) * size for turn in range(4) for size in (1.0, 1e-20, 1e6)])
+    uniform = draws(len(logits), 1)[0]
+    found = choose_tokens(logits, Sampling(temperature, **filters), uniform)
+    assert torch.equal(found, logits.argmax(-1))
+
+
 def test_ties_of_the_last_of_the_likeliest_are_kept():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     found = choose_tokens(logits.expand(3000, 4), Sampling(temperature=1.0, top_k=1), draws(3000, 1)[0])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megalin.__main__ import main
-from megalin.errors import ConfigError
+from megalin.errors import ConfigError, DataError
 from megalin.ladder import worker
 from megalin.ladder.config import parse_ladder
 from megalin.ladder.lock import Owner, RungLock, live_owner
@@ -162,6 +162,22 @@ def test_failed_trunk_is_named_and_its_branches_wait(tmp_path, capsys):
     assert "A-20k/4x failed: exit code 1\nno such luck" in printed
     assert printed.count("waiting") == 1
     assert finished_runs(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "not the plan of a ladder, which has a table ladder.mixers; remove it, or restore"),
+        ('{"ladder": 3}', "not the plan of a ladder"),
+        ('{"ladder": {"mixers": ["A"]}}', "not the plan of a ladder"),
+        ("[1]", "not a JSON object; remove it, or restore"),
+        pytest.param("[" * 100_000, "not a JSON object", id="deep"),
+    ],
+)
+def test_runs_of_a_folder_with_another_plan_are_refused(tmp_path, text, message):
+    (tmp_path / "ladder.json").write_text(text)
+    with pytest.raises(DataError, match=rf"ladder\.json: {message}"):
+        read_runs([tmp_path])
 
 
 @pytest.mark.usefixtures("stub")

@@ -43,7 +43,7 @@ def write_sweep(folder: Path, **fields: Any) -> Path:
     return path
 
 
-def record(step: int, **metrics: float) -> str:
+def record(step: int, **metrics: float | None) -> str:
     values = {"step": step, "tokens": 10 * step, "tokens_per_second": 5.0 * step}
     return json.dumps(values | {key.replace("__", "/"): value for key, value in metrics.items()}) + "\n"
 
@@ -135,6 +135,23 @@ def test_resumed_run_with_shorter_lines_is_read_again(tmp_path):
     path.write_text("".join(record(step).rstrip().ljust(79) + "\n" for step in range(1, 9)))
     watched.update()
     assert (watched.steps, watched.tokens_per_second()) == (8, 22.5)
+
+
+def test_loss_that_is_not_finite_is_no_gain(tmp_path):
+    lines = [record(1, **{GOAL: 0.2, LOSS: 1.0}), *(record(step, **{GOAL: 0.2, LOSS: None}) for step in (2, 3))]
+    assert progress(tmp_path, lines, loss=LOSS, patience=3).status is None
+    assert progress(tmp_path, lines, loss=LOSS, patience=2).status is Status.STALLED
+
+
+def test_torn_and_foreign_lines_are_skipped(tmp_path):
+    torn, foreign = record(2)[:9] + "\n", ["\xff\n", "[1]\n", "3\n", '{"step": 2, "tokens": 20}\n', '{"tokens": 20}\n']
+    lines = [record(1), torn, *foreign, record(2, **{GOAL: 0.2}), "\n", record(3)[:9]]
+    watched, path = progress(tmp_path, lines), tmp_path / "metrics.jsonl"
+    assert (watched.steps, watched.best[GOAL], watched.tokens_per_second()) == (2, 0.2, 7.5)
+    with path.open("a") as file:  # a killed writer's torn line, and the run that goes on behind it
+        file.write("\n" + record(3, **{GOAL: 0.3}))
+    watched.update()
+    assert (watched.steps, watched.best[GOAL], watched.tokens_per_second()) == (3, 0.3, 10.0)
 
 
 def test_metrics_of_a_branch_begin_after_the_steps_of_its_trunk(tmp_path):

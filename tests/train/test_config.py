@@ -125,6 +125,20 @@ def test_problems_of_model_and_batch_are_reported_at_once(path):
     ]
 
 
+def test_evaluations_without_a_validation_split_are_refused_before_any_rank_starts(path):
+    alone = ["data.validation=[]", "train.evaluate_every_steps=2"]
+    remedy = "set data.validation, data.validation_fraction or data.split, or leave"
+    assert message(path, *alone) == (
+        f"train.evaluate_every_steps = 2: no effect without a validation split; {remedy} it out"
+    )
+    assert message(path, *alone, "train.evaluate_batches=3", "data.split=[9,0,1]") == (
+        "train.evaluate_every_steps = 2 and train.evaluate_batches = 3: no effect without a validation split; "
+        f"{remedy} them out"
+    )
+    for split in ("data.validation_fraction=0.1", "data.split=[8,1,1]"):
+        check_launch(load_run_config(path, [*alone, split]), 1)
+
+
 def test_mixer_that_needs_the_whole_sequence_is_refused_before_any_rank_starts(path):
     toy = f'model.layers.0.sublayers.0={{type = "{decaying_sum.TYPE}"}}'
     assert message(path, toy, "parallel.cp=2", world_size=2) == (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megalin.verify.comparison import compare
+from megalin.verify.outcome import run_reference
 from tests.cases import GLU, NUM_HEADS, Case, model
 from tests.ranks import run_ranks
 from tests.verify.meshes import verify_all
@@ -20,6 +23,34 @@ MIXER = {
     "rope_scaling": {"type": "llama3", "factor": 8.0, "original_length": 16},
 }
 CASE = Case("softmax with all features", model({"sublayers": [MIXER, GLU], "repeat": 2}))
+
+SINGLE = [
+    {"type": "softmax", "num_heads": NUM_HEADS, "window": 1, "qk_norm": True},
+    {"type": "softmax", "num_heads": NUM_HEADS, "block_size": 1},
+    {"type": "shared_key_attention", "num_heads": NUM_HEADS, "window": 1},
+]
+"""Tokens that see themselves alone: gradients of queries and keys are zero."""
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_windows_and_blocks_of_one_token_agree_with_one_process(dtype):
+    case = Case("windows and blocks of one token", model({"sublayers": [*SINGLE, GLU], "repeat": 2}))
+    (errors,) = run_ranks(2, verify_all, [mesh_case(case, tp=2)._replace(dtype=dtype)], timeout=300.0)[0]
+    assert any("mixer.q.weight" in error.name for error in errors)
+    assert [error for error in errors if not error.passed] == []
+
+
+def test_error_in_a_gradient_of_zero_is_seen():
+    case = mesh_case(Case("windows of one token", model({"sublayers": [SINGLE[0], GLU]})))
+    truth = run_reference(case, torch.float64, torch.device("cpu"))
+    (name,) = (name for name in truth if name.startswith("gradient:") and name.endswith("mixer.q.weight"))
+    total = float(truth["grad_norm"])
+    assert truth[name].norm() < 1e-14 * total
+    for size, passes in ((1e-12, True), (1e-9, False)):
+        wrong = truth[name].clone()
+        wrong[0, 0] += size * total
+        rows = compare(case, truth | {name: wrong}, truth, None, torch.device("cpu"))
+        assert [row.name for row in rows if not row.passed] == ([] if passes else [name])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.presets import expand_preset
 from megalin.train.config import RunConfig
-from megalin.train.launch_checks import check_model
+from megalin.train.launch_checks import EVALUATION_KEYS, check_model
 
 Verdict = Literal["fill in", "differs", "not available", "no effect", "unknown"]
 """fill in: missing in the config. differs: the config has a substitute. not available: megalin lacks the feature.
@@ -118,6 +118,8 @@ class ImportedConfig:
             if isinstance(values.get("model"), dict):
                 values["model"] = expand_preset(values["model"])
             config = parse(RunConfig, values, _SOURCE)
+            if not config.data.has("validation"):
+                self._drop_evaluations()
             check_model(config.model, config.parallel, config.data.sequence_length)
         except ConfigError as error:
             lines = str(error).splitlines()
@@ -125,6 +127,17 @@ class ImportedConfig:
                 key, _, problem = line.strip().partition(": ")
                 known = self._hints.get(key.split(" = ")[0])
                 self.note("fill in", key, f"{problem} ({known})" if known else problem)
+
+    def _drop_evaluations(self) -> None:
+        """Drops the imported keys of evaluations, for a run without a validation split: Megatron-LM ignores its flags
+        there, and megalin refuses the keys."""
+        for entry in [*self.mapped]:
+            key, value, source = entry
+            _, name = key.split(".", 1)
+            if key.startswith("train.") and name in EVALUATION_KEYS and self.get(key) == value:
+                del self.values["train"][name]
+                self.mapped.remove(entry)
+                self.note("no effect", source, "the run has no validation split to evaluate", key)
 
     @property
     def complete(self) -> bool:

@@ -17,6 +17,7 @@ from megalin.config import dumps, parse
 from megalin.data.tokenizers.formats import END_OF_DOCUMENT, TOKENIZER_FILE
 from megalin.data.tokenizers.tokenizer import EndOfDocumentError, HuggingFaceTokenizer, token_of_id
 from megalin.errors import CheckpointError, DataError, MegalinError, StorageError
+from megalin.generation.decoder import grows
 from megalin.interop.weights.exporting import check_empty
 from megalin.interop.weights.folder import CONFIG_FILE, Folder, equal, read_json
 from megalin.interop.weights.layout import CheckpointLayout, Placed, place
@@ -30,6 +31,7 @@ from megalin.train.run_folder import RunFolder
 UNNAMED_SHARDS = "name-your-training-shards"
 """Placeholder for the training data in an imported run's config."""
 _SEQUENCE_LENGTH = 2048
+"""data.sequence_length of models whose state has a constant size, which no length is too long for."""
 _HEAD, _EMBEDDING = "head.weight", "embedding.weight"
 
 
@@ -79,7 +81,8 @@ def _write_run(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) 
     model, title = plan.model.config, plan.layout.title
     tokenizer = _copy_tokenizer(folder.path, run.path, model, settings)
     reason = tokenizer if isinstance(tokenizer, str) else None
-    config = _run_config(model, settings, run.path, None if isinstance(tokenizer, str) else tokenizer)
+    length = _sequence_length(plan.model, settings)
+    config = _run_config(model, length, run.path, None if isinstance(tokenizer, str) else tokenizer)
     state = {
         "step": 0,
         "order": None,
@@ -152,9 +155,15 @@ def _mapped(file: Path, shape: torch.Size) -> Tensor:
     return tensor
 
 
-def _run_config(model: ModelConfig, settings: Settings, run: Path, tokenizer: HuggingFaceTokenizer | None) -> RunConfig:
+def _sequence_length(model: LanguageModel, settings: Settings) -> int:
+    """data.sequence_length of an imported run. Of softmax attention all positions of the model, because it also limits
+    generation, evaluation and export."""
+    positions = settings.integer("max_position_embeddings", _SEQUENCE_LENGTH)
+    return positions if grows(model) else min(_SEQUENCE_LENGTH, positions)
+
+
+def _run_config(model: ModelConfig, length: int, run: Path, tokenizer: HuggingFaceTokenizer | None) -> RunConfig:
     """The config of a run with this model, the tokenizer copied to `run`, and placeholders for the rest."""
-    length = min(_SEQUENCE_LENGTH, settings.integer("max_position_embeddings", _SEQUENCE_LENGTH))
     data: dict[str, Any] = {"train": [UNNAMED_SHARDS], "sequence_length": length}
     if tokenizer is not None:
         data["tokenizer"] = str((run / TOKENIZER_FILE).resolve())

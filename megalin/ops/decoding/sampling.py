@@ -15,6 +15,9 @@ from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import sample
 
+SMALLEST_TEMPERATURE = 1e-30
+"""Least temperature of a draw: logits up to 10^8 divided by it are finite in fp32. Unequal logits that differ by more
+than 10^-28 have the probabilities 1 and 0 there, so that below it the likeliest id is the draw."""
 _BLOCK = 128
 """Ids a block of the reference's sums."""
 
@@ -25,7 +28,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, *, temperature: float, backend:
     Args:
         logits: [B, V], at least one of a row finite; -inf for impossible tokens, which are never drawn.
         uniform: [B] in [0, 1), fp64.
-        temperature: > 0, divides the logits.
+        temperature: at least SMALLEST_TEMPERATURE, divides the logits.
         backend: implementation to run; the compiled one takes fp32, bf16 and fp16.
 
     Returns:
@@ -37,7 +40,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, *, temperature: float, backend:
         OperandError: tensors with incompatible shapes, dtypes or devices.
     """
     case = check_operands("draw_tokens", {"logits": (logits, "BV"), "uniform": (uniform, "B")}, "V")
-    assert temperature > 0.0, temperature
+    assert temperature >= SMALLEST_TEMPERATURE, temperature
     unsupported = "" if logits.dtype in KERNEL_DTYPES else f"dtype {logits.dtype}"
     if logits.numel() == 0 or uniform.dtype != torch.float64:
         unsupported = f"{logits.numel()} logits and uniform numbers of {uniform.dtype}"

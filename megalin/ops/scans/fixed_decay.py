@@ -21,7 +21,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import contiguous, custom_op
-from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype, without_autocast
 from megalin.ops.dispatch.operands import check_scan
 from megalin.ops.dispatch.self_test import compare
 from megalin.ops.scans import fixed_decay_cuda
@@ -121,6 +121,7 @@ def _compiled_scan(
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
+@without_autocast
 def decay_scan_reference(
     q: Tensor,
     k: Tensor,

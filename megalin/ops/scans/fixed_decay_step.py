@@ -11,6 +11,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
+from megalin.ops.dispatch.dtypes import without_autocast
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.driver import ScanOutput
@@ -56,6 +57,7 @@ def decay_step(
     return ScanOutput(*_step(q, k, v, slopes, state))
 
 
+@without_autocast
 def decay_step_reference(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, state: Tensor) -> ScanOutput:
     """`decay_step` in plain PyTorch."""
     wide = state.dtype

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import contiguous, custom_op
-from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype, without_autocast
 from megalin.ops.dispatch.operands import check_scan, static
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, fold_states, split_chunks, sum_after, visible_decay
@@ -114,6 +114,7 @@ def _compiled_scan(
     return ScanOutput(output[..., :value], state[..., :key, :value])
 
 
+@without_autocast
 def scalar_decay_scan_reference(
     q: Tensor,
     k: Tensor,

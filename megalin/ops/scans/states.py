@@ -15,7 +15,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
-from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype, without_autocast
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.dispatch.self_test import compare, few, sample
 from megalin.ops.scans.chunks import sum_after, visible_decay
@@ -53,6 +53,7 @@ def decay_state(
     return _state(k, v, None if slopes is None else slopes.float().contiguous(), document_ids)
 
 
+@without_autocast
 def decay_state_reference(k: Tensor, v: Tensor, slopes: Tensor | None, *, document_ids: Tensor | None = None) -> Tensor:
     """`decay_state` in plain PyTorch."""
     wide = compute_dtype(v)
@@ -130,6 +131,7 @@ def _self_test(backend: Compiled, device: str, case: Mapping[str, Any]) -> str:
 backends.register("decay_state", ("triton",), _self_test)
 
 
+@without_autocast
 def selected_state(k: Tensor, v: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
     """Final state of the vector- and scalar-decay scans from zero: sum_t (exp(sum of g_j over j > t) k_t) v_t^T.
 
@@ -156,6 +158,7 @@ def selected_state(k: Tensor, v: Tensor, log_decay: Tensor, *, document_ids: Ten
     return torch.einsum("bthk,bthv->bhkv", k, v)
 
 
+@without_autocast
 def tpe_state(x: Tensor, coefficients: Tensor, log_decay: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
     """Final state of `tpe` from zero: B[c, e] sum_t lambda_e^(T - 1 - t) x_t[c].
 

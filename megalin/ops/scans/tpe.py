@@ -18,7 +18,7 @@ from torch.nn import functional
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
-from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, compute_dtype, without_autocast
 from megalin.ops.dispatch.operands import Case, check_operands
 from megalin.ops.dispatch.self_test import compare, sample
 from megalin.ops.scans.chunks import chunk_documents, split_chunks
@@ -69,6 +69,7 @@ def tpe(
     return _compiled_tpe(x, coefficients, log_decay, state, document_ids)
 
 
+@without_autocast
 def _compiled_tpe(
     x: Tensor, coefficients: Tensor, log_decay: Tensor, state: Tensor | None, document_ids: Tensor | None
 ) -> TPEOutput:
@@ -87,6 +88,7 @@ def _compiled_tpe(
     return TPEOutput(output.to(x.dtype), last)
 
 
+@without_autocast
 def tpe_reference(
     x: Tensor,
     coefficients: Tensor,

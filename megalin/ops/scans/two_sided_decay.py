@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.dtypes import compute_dtype, without_autocast
 from megalin.ops.dispatch.operands import check_operands
 from megalin.ops.scans.chunks import chunk_documents, split_chunks, sum_after, visible_decay
 from megalin.ops.scans.context_parallel import SequenceShard
@@ -22,6 +22,7 @@ CHUNK = 16
 """Tokens of a chunk: C V numbers a token and head are kept for the backward."""
 
 
+@without_autocast
 def two_sided_scan(
     q: Tensor,
     k: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalin.ops.dispatch import backend as backends
 from megalin.ops.dispatch.backend import Backend, Compiled
 from megalin.ops.dispatch.custom_op import custom_op
-from megalin.ops.dispatch.dtypes import KERNEL_DTYPES
+from megalin.ops.dispatch.dtypes import KERNEL_DTYPES, without_autocast
 from megalin.ops.dispatch.operands import check_operands, static
 from megalin.ops.dispatch.self_test import bound_of, compare, few, sample
 from megalin.ops.scans.driver import ScanOutput
@@ -63,6 +63,7 @@ def vector_decay_step(
     return ScanOutput(*_step(q, k, v, log_decay, state.float().contiguous(), scale))
 
 
+@without_autocast
 def vector_decay_step_reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0
 ) -> ScanOutput:

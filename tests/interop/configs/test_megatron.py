@@ -13,6 +13,7 @@ from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_script, add_yaml
 from megalin.optim.schedule import learning_rate
 from megalin.train.config import RunConfig
+from megalin.train.launch_checks import check_launch
 
 # The flags of the example scripts of Megatron-LM at d98e8a6: GPT-3 175B and LLaMA 3 8B, the latter without fp8.
 GPT3 = """
@@ -88,6 +89,14 @@ def test_llama_script_is_the_same_run():
     ]
     assert (config.data.order, config.data.cache, config.data.split) == ("megatron", "cache", [99, 1, 0])
     assert (config.data.isolate_documents, config.data.tokenizer) == (False, "tok/tokenizer.json")
+
+
+def test_evaluations_of_a_run_without_a_validation_split_are_left_out():
+    imported = _imported(SMALL + " --eval-interval 100 --eval-iters 10 --split 100,0,0")
+    config = parse(RunConfig, imported.values, "flags")
+    assert (config.train.evaluate_every_steps, config.train.evaluate_batches) == (None, None)
+    assert {"--eval-interval", "--eval-iters"} <= _notes(imported, "no effect").keys()
+    check_launch(config, 1)
 
 
 def test_gpt3_script_loads_and_reports_each_difference():

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megalin.checkpoint.tensors import weights
 from megalin.errors import CheckpointError, ConfigError, MegalinError
-from megalin.interop.weights.exporting import export_hf
+from megalin.interop.weights.exporting import NO_LIMIT, export_hf
 from megalin.interop.weights.importing import import_hf
+from megalin.train.open_run import open_run
 from tests.cases import build
 from tests.interop.weights.external import transnormerllm
 from tests.interop.weights.models import MODELS, make_tokens, read_exported, read_run, write_run
@@ -118,6 +119,25 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(changed: Any, tmp_path
     tensors["lm_head.weight"][7, 0] += 1
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     _fails(CheckpointError, folder, tmp_path / "other", "lm_head.weight: differs from", "tie_word_embeddings to false")
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "length"),
+    [("llama", 8192, 8192), ("llama", 512, 512), ("llama", None, 2048), ("hgrn2", 8192, 2048), ("hgrn2", 512, 512)],
+)
+def test_softmax_models_keep_all_their_positions(
+    name: str, positions: int | None, length: int, changed: Any, tmp_path: Path
+):
+    def change(_: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config.pop("max_position_embeddings")
+        config |= {} if positions is None else {"max_position_embeddings": positions}
+
+    import_hf(changed(name, change), tmp_path / "run")
+    config, _ = open_run(tmp_path / "run")
+    assert config.data.sequence_length == length
+    export_hf(tmp_path / "run", tmp_path / "out")
+    _, settings = read_exported(tmp_path / "out")
+    assert settings["max_position_embeddings"] == (length if name == "llama" else NO_LIMIT)
 
 
 def test_a_released_transnormerllm_folder(changed: Any, tmp_path: Path):
