@@ -1,6 +1,7 @@
 """The house rules as tests: sizes, language, layers, and calls that are never safe."""
 
 import ast
+import functools
 import graphlib
 import re
 from collections import defaultdict
@@ -50,6 +51,12 @@ def _sources(*folders: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
+@functools.lru_cache(maxsize=1)
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Every node of a file: each rule reads them, and a walk takes longer than the parser."""
+    return list(ast.walk(tree))
+
+
 def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
     """The full dotted name of `a.b.c`, with what the file calls `a` resolved; "" for anything else."""
     if isinstance(node, ast.Name):
@@ -61,7 +68,7 @@ def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """(line, full name, local name) of everything imported; a plain `import a.b` binds `a`."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             for item in node.names:
                 yield node.lineno, item.name, item.asname or item.name.partition(".")[0]
@@ -83,7 +90,7 @@ def _is_rank_module(name: str) -> bool:
 
 
 def long_functions(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
@@ -97,7 +104,7 @@ def missing_docstring(tree: ast.Module) -> Iterator[str]:
 
 def clause_docstrings(tree: ast.Module) -> Iterator[str]:
     """Docstrings, attributes' too, whose first line begins with a clause."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         for child in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
             text = child.value.value if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) else None
             if isinstance(text, str):
@@ -108,7 +115,7 @@ def clause_docstrings(tree: ast.Module) -> Iterator[str]:
 
 def _public_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, name) of modules' and classes' public functions, classes, arguments and attributes."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef):
             for child in node.body:
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -138,14 +145,14 @@ def distributed_imports(tree: ast.Module) -> Iterator[str]:
         if _is_rank_module(name):
             yield f"{line}: imports {name}"
     aliases = _aliases(tree)
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Attribute) and _dotted(node, aliases) == RANK_MODULE:
             yield f"{node.lineno}: reaches {RANK_MODULE}"
 
 
 def rank_names(tree: ast.Module) -> Iterator[str]:
     yield from distributed_imports(tree)
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         name = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.arg: "arg"}.get(type(node))
         if name and getattr(node, name).rpartition(".")[2] in RANK_NAMES:
             yield f"{node.lineno}: names {getattr(node, name)}"
@@ -153,7 +160,7 @@ def rank_names(tree: ast.Module) -> Iterator[str]:
 
 def unsafe_calls(tree: ast.Module) -> Iterator[str]:
     aliases = _aliases(tree)
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Constant) and node.value == "0.0.0.0":
             yield f"{node.lineno}: listens to every network"
         if not isinstance(node, ast.Call):
@@ -169,7 +176,7 @@ def unsafe_calls(tree: ast.Module) -> Iterator[str]:
 
 def broad_excepts(tree: ast.Module) -> Iterator[str]:
     """Handlers of everything, but those that raise again, or name the cause of what one call raised."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if not isinstance(node, ast.Try | ast.TryStar):
             continue
         for handler in node.handlers:
