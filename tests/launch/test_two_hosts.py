@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megalin.train.config import load_run_config
 from tests.launch.hosts import BIN, RSH, Hosts, slurm_job, two_hosts
 from tests.model_runs import ledger, losses, metrics, train_here, write_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-STEPS, HALF = 40, 20
+STEPS = 12
+MANY_STEPS = 40
+"""Steps of the runs with the slow tests, which end a process between two steps of the second half."""
 SECONDS = 200.0
 """Longest wait for a step or the end of a run; on idle cores a run takes a twentieth of it."""
 
@@ -34,14 +37,16 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    saves = {"every_steps": HALF // 2, "keep_latest": 2}
-    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": STEPS}, checkpoint=saves)
+def config(with_slow: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    steps = MANY_STEPS if with_slow else STEPS
+    saves = {"every_steps": steps // 4, "keep_latest": 2}
+    return write_config(tmp_path_factory.mktemp("two_hosts"), train={"steps": steps}, checkpoint=saves)
 
 
 def _train_both(config: Path, folder: Path) -> None:
+    steps = load_run_config(config, []).train.steps
     train_here(config, folder / "whole")
-    train_here(config, folder / "half", f"train.stop_after_steps={HALF}")
+    train_here(config, folder / "half", f"train.stop_after_steps={steps // 2}")
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +74,12 @@ def assert_same_run(run: Path, runs: Path) -> None:
     assert ledger(run) == ledger(runs / "whole")
 
 
-def assert_resumes(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
+def assert_resumes(processes: list[subprocess.Popen[bytes]], log: Path, runs: Path) -> None:
     """Asserts that the run succeeds without repeating its first half."""
     assert_succeeds(processes, log)
-    assert f"step {HALF + 1}/{STEPS} " in log.read_text()
-    assert f"step 1/{STEPS} " not in log.read_text()
+    half, steps = len(losses(runs / "half")), len(losses(runs / "whole"))
+    assert f"step {half + 1}/{steps} " in log.read_text()
+    assert f"step 1/{steps} " not in log.read_text()
 
 
 def assert_succeeds(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
@@ -105,7 +111,7 @@ def training_rank(rank: int, process: subprocess.Popen[bytes]) -> int:
 def test_srun_resumes_across_hosts(hosts, config, run, runs, tmp_path):
     command = [ROOT / "examples/slurm/train.sbatch", config, "--folder", run]
     job = hosts.start("node1", command, tmp_path / "log", slurm_job(tmp_path, nodes=2))
-    assert_resumes([job], tmp_path / "log")
+    assert_resumes([job], tmp_path / "log", runs)
     assert_same_run(run, runs)
 
 
@@ -124,7 +130,7 @@ def test_deepspeed_resumes_across_hosts_with_its_engine(hosts, config, run, runs
         )
         for number, host in enumerate(hosts.names)
     ]
-    assert_resumes(ranks, tmp_path / "log")
+    assert_resumes(ranks, tmp_path / "log", runs)
     assert losses(run) == pytest.approx(losses(runs / "whole"), rel=2e-5)
     assert ledger(run) == ledger(runs / "whole")
 
@@ -136,7 +142,7 @@ def test_mpirun_resumes_across_hosts(hosts, config, run, runs, tmp_path):
     command = [*launch, "-n", "2", sys.executable, "-m", "megalin", "train", config, "--folder", run]
     # One kernel runs both hosts, so MPI would use shared memory, which they do not have.
     job = hosts.start("node1", command, tmp_path / "log", {"UCX_TLS": "tcp"})
-    assert_resumes([job], tmp_path / "log")
+    assert_resumes([job], tmp_path / "log", runs)
     assert_same_run(run, runs)
 
 
@@ -145,11 +151,11 @@ def test_torchrun_starts_a_dead_rank_again(hosts, config, run, runs, tmp_path):
     environment = slurm_job(tmp_path) | {"RANKS_PER_NODE": "2"}
     command = [ROOT / "examples/slurm/torchrun.sbatch", config, "--folder", run]
     job = hosts.start("node1", command, tmp_path / "log", environment)
-    wait_for_step(HALF + 5, run, job, tmp_path / "log")
+    wait_for_step(MANY_STEPS // 2 + 5, run, job, tmp_path / "log")
     os.kill(training_rank(1, job), signal.SIGKILL)
-    assert_resumes([job], tmp_path / "log")
+    assert_resumes([job], tmp_path / "log", runs)
     assert_same_run(run, runs)
-    assert (tmp_path / "log").read_text().count("step 40/40") == 1
+    assert (tmp_path / "log").read_text().count(f"step {MANY_STEPS}/{MANY_STEPS}") == 1
 
 
 @pytest.mark.slow
