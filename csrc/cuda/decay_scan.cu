@@ -52,7 +52,10 @@ cudaError_t start(const ScanShape& shape, Scans& scans, int skipped, int blocks,
   if (const auto code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return code;
   if (const auto code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return code;
   const bool hopper = major == 9 && minor == 0;
-  if (!hopper && WIDE<KEY, VALUE>) return cudaErrorNotSupported;
+  if constexpr (FOR_HOPPER<KEY, VALUE>) {
+    if (!hopper && KEY == 96 && VALUE == 128) return start<128, 128, OUTPUT>(shape, scans, skipped, blocks, stream);
+    if (!hopper) return cudaErrorNotSupported;
+  }
   const int bytes = hopper ? Shared<KEY, VALUE, OUTPUT, true>::BYTES : Shared<KEY, VALUE, OUTPUT, false>::BYTES;
   // In a thread's first call of CUDA this makes the device's context current, which tensor maps are encoded in.
   if (const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return code;

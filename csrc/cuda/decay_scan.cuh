@@ -395,14 +395,15 @@ __device__ __forceinline__ void scan_block(const ScanShape& shape, const Scans& 
   }
 }
 
-// Tiles that only a Hopper GPU has shared memory and registers for; code for other GPUs leaves their kernels empty.
+// Tiles that only a Hopper GPU has shared memory and registers for, or that were tested on one alone; other code leaves
+// their kernels empty.
 template <int KEY, int VALUE>
-constexpr bool WIDE = KEY > 128 || VALUE > 128;
+constexpr bool FOR_HOPPER = KEY > 128 || VALUE > 128 || KEY == 96;
 
 template <int KEY, int VALUE, bool OUTPUT>
-__global__ void __launch_bounds__(2 * VALUE, OUTPUT || WIDE<KEY, VALUE> ? 1 : 2)
+__global__ void __launch_bounds__(2 * VALUE, OUTPUT || KEY > 128 || VALUE > 128 ? 1 : 2)
     decay_scan(const __grid_constant__ ScanShape shape, const __grid_constant__ Scans scans, int skipped) {
-  if constexpr (ON_HOPPER || !WIDE<KEY, VALUE>) scan_block<KEY, VALUE, OUTPUT>(shape, scans, skipped);
+  if constexpr (ON_HOPPER || !FOR_HOPPER<KEY, VALUE>) scan_block<KEY, VALUE, OUTPUT>(shape, scans, skipped);
 }
 
 // Combines the parts' contributions [B H, blocks parts, size] into the blocks' initial states [B H, slots, size], or,
