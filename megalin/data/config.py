@@ -212,11 +212,16 @@ class DataConfig(Config):
             yield f"sources: {unweighted} has no weight, but others have; give a weight to every source or to none"
         paths = [*self.train, *(path for source in self.sources for path in source.paths)]
         # Other spellings of a path count; links do not, because configs are read where the shards are not.
-        places = [os.path.abspath(path) for path in paths]
-        taken = set(places)
-        if len(taken) < len(places):
-            index = next(index for index, place in enumerate(places) if places.index(place) < index)
-            first, again = paths[places.index(places[index])], paths[index]
+        taken: dict[str, str] = {}
+        repeated: list[str] = []
+        for path in paths:
+            place = os.path.abspath(path)
+            if place in taken:
+                repeated.append(path)
+            else:
+                taken[place] = path
+        if repeated:
+            first, again = taken[os.path.abspath(repeated[0])], repeated[0]
             field = "train" if self.train else "sources"
             also = "" if again == first else f", also as {again}"
             yield f"{field} lists the shard {first} more than once{also}; list each shard once"

@@ -37,9 +37,9 @@ class Hardware(NamedTuple):
     memory_bandwidth: float
     """Bytes a second, read and written together."""
     memory_efficiency: float
-    """Fraction of `memory_bandwidth` at which all kernels except matmuls move their bytes, some of which stay in the L2
-    cache. H100 and H200: fitted to steps of ten models each (docs/planner.md), between 0.4 (scans) and 0.88 (copies);
-    others: that of the H200. Using one number for all kernels is the main error of the estimate."""
+    """Fraction of `memory_bandwidth` at which all kernels except matmuls move their bytes. H100 and H200: fitted to
+    steps of ten models each (docs/planner.md), so that it makes up for errors of the other rates too; others: that of
+    the H200. One number for all kernels, from 0.4 (scans, H200) to 0.88 (copies), is the estimate's main error."""
     link_bandwidth: float
     """Bytes a second that a GPU sends to the others of its host (NVLink, one direction)."""
     network_bandwidth: float

@@ -133,8 +133,8 @@ class ImportedConfig:
         there, and megalin refuses the keys."""
         for entry in [*self.mapped]:
             key, value, source = entry
-            _, name = key.split(".", 1)
-            if key.startswith("train.") and name in EVALUATION_KEYS and self.get(key) == value:
+            table, _, name = key.partition(".")
+            if table == "train" and name in EVALUATION_KEYS and self.get(key) == value:
                 del self.values["train"][name]
                 self.mapped.remove(entry)
                 self.note("no effect", source, "the run has no validation split to evaluate", key)
