@@ -23,7 +23,14 @@ from megalin.train.ledger import LEDGER_NAME
 _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
-        *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
+        *(
+            "environment.json",
+            "identity.json",
+            "kernels.json",
+            "deepspeed.json",
+            "initial_weights.json",
+            "shard_digests.json",
+        ),
         *("rollbacks.json", "metrics.prom", "ranks.log", "ranks.log.1", "heartbeats", "stacks", DEFAULT_CACHE),
     }
 )
@@ -111,6 +118,11 @@ class RunFolder:
     def environment(self) -> Path:
         """Versions, device, host and mesh of the run."""
         return self.path / "environment.json"
+
+    @property
+    def identity(self) -> Path:
+        """The values that decide the run's numbers, and the starts at which they changed."""
+        return self.path / "identity.json"
 
     @property
     def incidents(self) -> Path:

@@ -30,6 +30,15 @@ def _has_records(order: dict[str, Any] | None) -> dict[str, Any] | None:
     return order
 
 
+class Segment(Config):
+    """A start at which values changed that the rest of the run has."""
+
+    step: int = pydantic.Field(ge=0)
+    """Finished steps then."""
+    changes: dict[str, Annotated[list[Any], pydantic.Field(min_length=2, max_length=2)]]
+    """The recorded and the new value by name."""
+
+
 class TrainState(Config):
     """Content of `train_state.json`."""
 
@@ -41,6 +50,10 @@ class TrainState(Config):
     """The run's config, as its version wrote it."""
     versions: dict[str, str]
     """Versions of the libraries."""
+    inputs: dict[str, Any] = pydantic.Field(default={})
+    """The identity of the run beside config and samples (`identity.run_entries`)."""
+    segments: list[Segment] = pydantic.Field(default=[])
+    """Starts from a checkpoint at which values changed, in order."""
     source: dict[str, str] | None = None
     """Folder and class of imported weights."""
 
