@@ -27,13 +27,14 @@ from megalin.parallel.agreement import equal_over_ranks, on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
 from megalin.train.environment import device_name, versions
+from megalin.train.identity_file import value_text
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
 _KERNEL_MODULES = ("triton", "megalin._C", "apex")
 _EXTENSIONS = ("megalin._index", "megalin._C")
 _OF_HOSTS = ("MEGALIN_CACHE", "MEGALIN_HEARTBEATS")  # places, which may differ between hosts and starts
 _EVERY_STEP = 10**12  # the most that a run may have
-_MOST_LINES, _LONGEST_VALUE = 8, 80
+_MOST_LINES = 8
 
 
 class Entry(NamedTuple):
@@ -52,9 +53,6 @@ class Difference(NamedTuple):
     recorded: Any
     found: Any
     change: Change
-
-    def __str__(self) -> str:
-        return f"{self.name} {_text(self.recorded)} -> {_text(self.found)}"
 
 
 def config_entries(config: RunConfig) -> dict[str, Entry]:
@@ -133,7 +131,7 @@ def check_same_inputs(inputs: Mapping[str, Entry], data: Training) -> None:
     Raises:
         DataError: on every rank, if they differ; names ranks, hosts and both values.
     """
-    _check_same_over_ranks({**_values(inputs), **data.identity(_EVERY_STEP)}, DataError)
+    _check_same_over_ranks({**values_of(inputs), **data.identity(_EVERY_STEP)}, DataError)
 
 
 def check_same_start(config: RunConfig) -> None:
@@ -142,10 +140,11 @@ def check_same_start(config: RunConfig) -> None:
     Raises:
         ConfigError: on every rank, if they differ; names ranks, hosts and both values.
     """
-    _check_same_over_ranks(_values({**program_entries(), **config_entries(config)}), ConfigError)
+    _check_same_over_ranks(values_of({**program_entries(), **config_entries(config)}), ConfigError)
 
 
-def _values(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def values_of(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """The values alone."""
     return {name: entry.value for name, entry in entries.items()}
 
 
@@ -156,15 +155,19 @@ def _check_same_over_ranks(values: Mapping[str, Any], error: type[MegalinError])
         return
     found = on_every_rank(lambda: (socket.gethostname(), dict(values)), tuple[str, dict[str, Any]])
     first_host, first = found[0]
-    differences = [
-        f"rank {number} ({host}) has {name} = {_text(own.get(name))}, rank 0 ({first_host}) {_text(first.get(name))}"
+    changed = [
+        (number, host, name, own.get(name))
         for number, (host, own) in enumerate(found)
         for name in sorted({*first, *own})
         if own.get(name) != first.get(name)
     ]
+    lines = [
+        f"rank {number} ({host}) has {name} = {value_text(value)}, rank 0 ({first_host}) {value_text(first.get(name))}"
+        for number, host, name, value in changed
+    ]
     raise error(
         "ranks differ in what decides the run's numbers; give all of them the same installation, environment, config "
-        "and files:\n" + _cut(differences)
+        "and files:\n" + _cut(lines)
     )
 
 
@@ -198,20 +201,14 @@ def recorded_entries(config: Mapping[str, Any], model: AnyModelConfig) -> dict[s
 
 def refusal(found: list[Difference]) -> str:
     """The differences that are refused, a line each."""
-    return _cut([f"{each.name}: {_text(each.recorded)} in the checkpoint, {_text(each.found)} now" for each in found])
+    return _cut(
+        [f"{each.name}: {value_text(each.recorded)} in the checkpoint, {value_text(each.found)} now" for each in found]
+    )
 
 
 def _parents(name: str) -> Iterator[str]:
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _text(value: Any) -> str:
-    """A value for people, long ones cut; a sha256 by its first digits."""
-    text = "not set" if value is None else value if isinstance(value, str) else json.dumps(value)
-    if len(text) == 64 and not set(text) - set("0123456789abcdef"):
-        return f"sha256 {text[:12]}..."
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def _cut(lines: list[str]) -> str:

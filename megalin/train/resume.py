@@ -21,12 +21,13 @@ from megalin.parallel.agreement import on_every_rank, rank
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
 from megalin.train.environment import versions
-from megalin.train.identity import Difference, Entry, config_entries, differences, recorded_entries, refusal
+from megalin.train.identity import Difference, Entry, config_entries, differences, recorded_entries, refusal, values_of
+from megalin.train.identity_file import IdentityFile, Segment
 from megalin.train.initial_weights import named_checkpoint
 from megalin.train.open_run import check_same_model, saved_model
 from megalin.train.rollback import skipped_before
 from megalin.train.shard_check import check_records
-from megalin.train.train_state import Segment, TrainState, read_state
+from megalin.train.train_state import TrainState, read_state
 
 _log = logging.getLogger(__name__)
 
@@ -43,24 +44,24 @@ class Resumption(NamedTuple):
     inputs: Mapping[str, Entry]
     """The identity of the run beside config and samples."""
     checkpoint: Checkpoint | None = None
-    changes: Sequence[Difference] = ()
-    """Values that differ from those of the steps before, none of which is refused."""
-    segments: Sequence[Segment] = ()
-    """Changes at every start so far, this one included."""
+    segment: Segment | None = None
+    """Values that differ from those of the steps before, none of which is refused; None without any."""
+    earlier: Sequence[Segment] = ()
+    """Those of earlier starts."""
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The changes at every start so far."""
+        return [*self.earlier, *([] if self.segment is None else [self.segment])]
 
     def report_lines(self) -> list[str]:
-        """A line on the changes; none without any."""
-        if self.checkpoint is None or not self.changes:
-            return []
-        return [f"changed since step {self.checkpoint.step}: {', '.join(map(str, self.changes))}"]
+        """A line on the changes of this start; none without any."""
+        return [] if self.segment is None else [str(self.segment)]
 
     def values(self, config: RunConfig) -> dict[str, Any]:
         """Contents of a run folder's `identity.json`."""
-        entries = {**config_entries(config), **self.inputs}
-        return {
-            "entries": {name: entry._asdict() for name, entry in entries.items()},
-            "segments": [segment.model_dump(mode="json") for segment in self.segments],
-        }
+        inputs, keys = values_of(self.inputs), values_of(config_entries(config))
+        return IdentityFile(config=keys, inputs=inputs, segments=self.segments).model_dump(mode="json")
 
 
 def find_checkpoint(root: Path, config: RunConfig, data: Training, inputs: Mapping[str, Entry]) -> Resumption:
@@ -102,11 +103,9 @@ def find_checkpoint(root: Path, config: RunConfig, data: Training, inputs: Mappi
         )
     if not is_branch:
         _check_schedule(checkpoint, state, config)
-    segments = state.segments
-    if changes:
-        now = {each.name: [each.recorded, each.found] for each in changes}
-        segments = [*segments, Segment(step=checkpoint.step, changes=now)]
-    return Resumption(inputs, checkpoint, changes, segments)
+    now = {each.name: [each.recorded, each.found] for each in changes}
+    segment = Segment(step=checkpoint.step, changes=now) if changes else None
+    return Resumption(inputs, checkpoint, segment, state.segments)
 
 
 def resume(checkpoint: Checkpoint, engine: Engine) -> int:
@@ -131,8 +130,8 @@ def checkpoint_state(config: RunConfig, data: Training, step: int, resumption: R
         order=data.identity(step),
         config=config.model_dump(mode="json"),
         versions=versions(),
-        inputs={name: entry.value for name, entry in resumption.inputs.items()},
-        segments=list(resumption.segments),
+        inputs=values_of(resumption.inputs),
+        segments=resumption.segments,
     )
     return state.model_dump(mode="json", exclude={"source"})
 

@@ -18,6 +18,7 @@ from megalin.errors import REFUSALS, ConfigError, StorageError
 from megalin.files import FolderInUseError, FolderLock, remove, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.config_file import CHECKPOINTS_NAME, CONFIG_NAME
+from megalin.train.identity_file import IDENTITY_NAME
 from megalin.train.ledger import LEDGER_NAME
 
 _WRITTEN = frozenset(
@@ -25,7 +26,7 @@ _WRITTEN = frozenset(
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
         *(
             "environment.json",
-            "identity.json",
+            IDENTITY_NAME,
             "kernels.json",
             "deepspeed.json",
             "initial_weights.json",
@@ -122,7 +123,7 @@ class RunFolder:
     @property
     def identity(self) -> Path:
         """The values that decide the run's numbers, and the starts at which they changed."""
-        return self.path / "identity.json"
+        return self.path / IDENTITY_NAME
 
     @property
     def incidents(self) -> Path:

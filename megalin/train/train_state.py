@@ -12,6 +12,7 @@ from megalin.config import Config
 from megalin.data.shards.verification import parse_record
 from megalin.data.sources import SHARD_DIGESTS
 from megalin.errors import CheckpointError
+from megalin.train.identity_file import Segment
 
 
 def _has_tables(config: dict[str, Any]) -> dict[str, Any]:
@@ -28,15 +29,6 @@ def _has_records(order: dict[str, Any] | None) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{SHARD_DIGESTS}: not the records of shards") from None
     return order
-
-
-class Segment(Config):
-    """A start at which values changed that the rest of the run has."""
-
-    step: int = pydantic.Field(ge=0)
-    """Finished steps then."""
-    changes: dict[str, Annotated[list[Any], pydantic.Field(min_length=2, max_length=2)]]
-    """The recorded and the new value by name."""
 
 
 class TrainState(Config):

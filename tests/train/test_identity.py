@@ -185,7 +185,7 @@ REPORTED = {
     "batch of a rank": (["train.micro_batch_size=4"], "train.micro_batch_size 2 -> 4"),
     "steps": (["train.steps=14"], "train.steps 12 -> 14"),
     "recomputation": (["train.recompute=true"], "train.recompute false -> true"),
-    "validation split": (["data.validation=['data/train']"], "some samples of the validation split sha256"),
+    "validation split": (["data.validation=['data/other']"], "some samples of the validation split sha256"),
     "scan": (["model.layers.0.sublayers.0.chunk_size=8"], "model.blocks.0.0.chunk_size 16 -> 8"),
 }
 REFUSED = {
@@ -207,6 +207,7 @@ def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("started")
     config = write_config(folder, schedule={"type": "constant", "warmup_steps": 0})
     _tokenizer(folder / "other.json", first="a", second="b")
+    write_shard(folder / "data/other", documents(600, seed=6))
     with process_group(CPU):
         train_here(config, folder / "run", STOP)
     return config, folder / "run"
