@@ -13,6 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ from megalin.train.identity_file import value_text
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
 _KERNEL_MODULES = ("triton", "megalin._C", "apex")
-_EXTENSIONS = ("megalin._index", "megalin._C")
+_EXTENSIONS = {"megalin._index": "csrc/cpu", "megalin._C": "csrc/cuda"}
+"""Folder of the sources of each extension in a checkout."""
 _OF_HOSTS = ("MEGALIN_CACHE", "MEGALIN_HEARTBEATS")  # places, which may differ between hosts and starts
 _EVERY_STEP = 10**12  # the most that a run may have
 _MOST_LINES = 8
@@ -218,10 +220,19 @@ def _cut(lines: list[str]) -> str:
 
 @functools.cache
 def _built_from(extension: str) -> str | None:
-    """sha256 of the sources that an extension was compiled from; None where it is not installed."""
+    """sha256 of the sources that an extension was compiled from; None where it is not installed. Raises ConfigError if
+    those of a checkout are others."""
     if importlib.util.find_spec(extension) is None:
         return None
-    return str(importlib.import_module(extension).sources)
+    built: str = importlib.import_module(extension).sources
+    folder = Path(megalin.__file__).resolve().parents[1] / _EXTENSIONS[extension]
+    if folder.is_dir():  # as setup.py does
+        contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+        if hashlib.sha256(contents).hexdigest() != built:
+            raise ConfigError(
+                f"{extension} was compiled from other sources than {folder} has; compile it: make install"
+            )
+    return built
 
 
 @functools.cache
