@@ -6,6 +6,7 @@ clusters); MEGALIN_CUDA_ARCHITECTURES names the architectures, "80;90a" by defau
 and always there. A wheel also has examples/ as megalin/examples.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -83,6 +84,12 @@ class BuildExtensions(build_ext):
         return str(target)
 
 
+def built_from(folder: str) -> list[tuple[str, str]]:
+    """The macro with the sha256 of an extension's sources, which a run compares (megalin/train/identity.py)."""
+    contents = b"".join(path.read_bytes() for path in sorted(Path(folder).iterdir()))
+    return [("MEGALIN_SOURCES", f'"{hashlib.sha256(contents).hexdigest()}"')]
+
+
 def extensions() -> list[Pybind11Extension]:
     """The index builder always, the kernels where they can be compiled."""
     # A blend's order is decided by rounded sums, so no product may be fused into one.
@@ -92,6 +99,7 @@ def extensions() -> list[Pybind11Extension]:
             "megalin._index",
             ["csrc/cpu/index.cpp", "csrc/cpu/packing.cpp"],
             cxx_std=17,
+            define_macros=built_from("csrc/cpu"),
             extra_compile_args=options,
             depends=["csrc/cpu/packing.hpp"],
         )
@@ -104,6 +112,7 @@ def extensions() -> list[Pybind11Extension]:
                 "megalin._C",
                 ["csrc/cuda/bindings.cpp"],
                 cxx_std=17,
+                define_macros=built_from("csrc/cuda"),
                 libraries=["cudart_static", "dl", "rt", "pthread"],
                 include_dirs=[str(target / "include"), str(toolkit / "include")],
                 library_dirs=[str(target / "lib"), str(toolkit / "lib64")],

@@ -3,6 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+sources: str
+"""sha256, in hex, of the source files that it was compiled from."""
+
 def build_sample_index(
     lengths: npt.NDArray[np.int32], *, first_token: int, stride: int, count: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import pydantic
 import tomli_w
@@ -20,9 +20,25 @@ from megalin.errors import ConfigError
 from megalin.files import read_limited
 from megalin.structured_text import MAX_BYTES, MAX_DEPTH, parse_toml
 
+Change = Literal["refused", "reported", "silent"]
+"""Consequence of another value where a run goes on: an error, a line that names both values, or nothing."""
+
+
+class OnChange(NamedTuple):
+    """Mark of a key whose consequence differs from its table's, as in `Annotated[int, OnChange("silent")]`."""
+
+    change: Change
+
+
+REFUSED, REPORTED, SILENT = OnChange("refused"), OnChange("reported"), OnChange("silent")
+
 
 class Config(pydantic.BaseModel):
     """Base of every config: unknown keys are errors, values are never coerced between types, instances are frozen."""
+
+    on_change: ClassVar[Change | None] = None
+    """Consequence of another value of the table's keys in a run that goes on; None: each key has an `OnChange`, or the
+    table is no part of a run's config."""
 
     # defer_build: the validator of a table is built with that of the run, or at its first use.
     model_config = pydantic.ConfigDict(

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalin.config import dumps
 from megalin.train.config import load_run_config
-from megalin.train.start_checks import code_digest
+from megalin.train.identity import code_digest
 from tests.model_runs import write_config
 
 code_digest()

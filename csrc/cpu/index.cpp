@@ -257,6 +257,7 @@ py::tuple build_blend(const Weights& weights, const Offsets& limits, std::int64_
 
 PYBIND11_MODULE(_index, module) {
     module.doc() = "Index building and validation for token shards.";
+    module.attr("sources") = MEGALIN_SOURCES;
     module.def("build_sample_index", &build_sample_index, py::arg("lengths").noconvert(), py::kw_only(),
                py::arg("first_token"), py::arg("stride"), py::arg("count"),
                "Sequence and offset of each sample's first token; see _index.pyi.");

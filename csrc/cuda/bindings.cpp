@@ -113,6 +113,7 @@ megalin::GateReverse gate_reverse_from(const GateReverseTuple& tuple) {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  module.attr("sources") = MEGALIN_SOURCES;
   module.def("srmsnorm_forward", [](Address x, Address y, Address scales, int64_t rows, int width, float eps, int dtype,
                                     Address stream) {
     check("srmsnorm_forward", megalin_srmsnorm_forward(at<void>(x), at<void>(y), at<float>(scales), rows, width, eps,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pydantic
 
-from megalin.config import Config
+from megalin.config import Change, Config
 
 
 class CheckpointConfig(Config):
     """Checkpoints of a run."""
 
+    on_change: ClassVar[Change | None] = "silent"
     every_steps: int | None = pydantic.Field(default=None, ge=1)
     """Steps between checkpoints; left out: only after the last step and `keep_steps`."""
     background: bool = False

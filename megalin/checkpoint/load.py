@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as engine_load
 
 from megalin.checkpoint.index import DTYPE_NAMES, Index
-from megalin.checkpoint.manifest import Checkpoint, directory_step, step_directory
+from megalin.checkpoint.manifest import Checkpoint, directory_step, files_stamp, step_directory
 from megalin.checkpoint.storage import SafetensorsReader, header_problems
 from megalin.checkpoint.verification import check_directory
 from megalin.errors import CheckpointError, MegalinError
@@ -162,7 +162,8 @@ def shape_problem(name: str, saved: Sequence[int], shape: Sequence[int]) -> str:
 
 
 def _read(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], index: Index) -> None:
-    """Reads this rank's boxes; planning needs the index only, so there is no communication."""
+    """Reads this rank's boxes; planning needs the index only, so there is no communication. Raises CheckpointError if
+    the files are no longer those that were verified."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -175,3 +176,5 @@ def _read(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], index: Index) -
         if isinstance(failure, (MegalinError, KeyboardInterrupt, SystemExit)):
             raise failure from None
         raise RuntimeError(f"loading {checkpoint.path} failed: {error}") from None
+    if checkpoint.stamp and files_stamp(checkpoint.path) != checkpoint.stamp:
+        raise CheckpointError(f"{checkpoint.path}: changed since it was verified; run the same command again")

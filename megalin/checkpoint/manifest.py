@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -56,10 +57,14 @@ class CheckpointManifest(Config):
 
 
 class Checkpoint:
-    """A published checkpoint with a verified manifest."""
+    """A published checkpoint with a verified manifest.
 
-    def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
-        self.path = path
+    Attributes:
+        stamp: `files_stamp` when its files were hashed; empty where they were not.
+    """
+
+    def __init__(self, path: Path, manifest: CheckpointManifest, stamp: str = "") -> None:
+        self.path, self.stamp = path, stamp
         self.manifest = manifest
         self.step = manifest.step
 
@@ -134,6 +139,18 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     if step_directory(manifest.step) != directory.name:
         raise CheckpointError(f"{path}: is of step {manifest.step}, which belongs in {step_directory(manifest.step)}")
     return manifest
+
+
+def files_stamp(directory: Path) -> str:
+    """sha256, in hex, of inode, size and times of the files of a directory: equal for processes that find the very same
+    files there, unchanged in between. Empty if the directory cannot be read."""
+    try:
+        with os.scandir(directory) as entries:
+            stats = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+    except OSError:
+        return ""
+    files = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def file_problems(

@@ -15,6 +15,7 @@ from megalin.inspection.figures import write_figures
 from megalin.inspection.inspect_run import Inspection, Layer, inspect_run, inspection_path
 from megalin.inspection.statistics import quantiles
 from megalin.terminal_output import terminal
+from megalin.train.identity_file import read_identity, value_text
 
 _TABLE_WIDTH = 170  # where the output is not a terminal
 
@@ -27,9 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     path = inspection_path(folder, result.step)
     figures = write_figures(result, arguments.png or path.with_suffix(""))
+    identity = read_identity(folder)
     if arguments.json:
-        print(json.dumps(result.values(), allow_nan=False))
+        known = {} if identity is None else {"identity": identity.model_dump(mode="json")}
+        print(json.dumps(result.values() | known, allow_nan=False))
         return 0
+    if identity is not None:
+        print("\n".join(f"{name}: {value_text(value)}" for name, value in identity.inputs.items()))
+        print("\n".join(map(str, identity.segments)) or "no value of config or inputs changed during the run")
     print(f"step {result.step}, {result.num_samples} samples of {result.split}, {result.num_tokens:,} tokens")
     Console(file=terminal(), width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(result))
     print(f"{path}: all numbers" + (f"; {figures[0].parent}: {len(figures)} figures" if figures else ""))

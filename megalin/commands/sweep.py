@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.folder,
         processes=arguments.processes,
         time_limit=arguments.time_limit,
+        restart_changed=arguments.restart_changed,
         on_result=on_result,
     )
     if arguments.markdown is not None:

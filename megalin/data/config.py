@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
-from megalin.config import Config, suggest
+from megalin.config import REFUSED, REPORTED, SILENT, Change, Config, suggest
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
@@ -29,9 +29,10 @@ SamplingWeight = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 class SourceConfig(Config):
     """Shards of one kind of text, and their sampling weight."""
 
+    on_change: ClassVar[Change | None] = "reported"
     name: str = pydantic.Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in phases and reports; it is part of the key of its sample order."""
-    paths: Annotated[list[str], pydantic.Field(min_length=1)]
+    paths: Annotated[list[str], pydantic.Field(min_length=1), SILENT]
     """Prefixes of its shards (path without .bin and .idx), read in this order as one sequence of tokens."""
     weight: SamplingWeight | None = None
     """Sampling weight, in any unit. Without weights, each source is sampled in proportion to its size. 0: not sampled
@@ -41,6 +42,7 @@ class SourceConfig(Config):
 class PhaseConfig(Config):
     """Sampling weights from a step on; each source continues at its own position."""
 
+    on_change: ClassVar[Change | None] = "reported"
     from_step: int = pydantic.Field(ge=1)
     """Finished steps after which these weights apply, with the batches that rollbacks left out; rising from phase to
     phase."""
@@ -51,6 +53,7 @@ class PhaseConfig(Config):
 class MaskingConfig(Config):
     """Samples of masked tokens and sentence pairs: [CLS] A [SEP] B [SEP] and padding."""
 
+    on_change: ClassVar[Change | None] = "refused"
     cls_token: TokenId | str = "[CLS]"
     """First token of a sample: id, or name in the tokenizer."""
     sep_token: TokenId | str = "[SEP]"
@@ -85,6 +88,7 @@ class MaskingConfig(Config):
 class ClassificationConfig(Config):
     """Samples with a class, for encoders that classify: a document is a sample, and its last token the class."""
 
+    on_change: ClassVar[Change | None] = "refused"
     first_class_id: int = pydantic.Field(ge=0)
     """Token id of class 0; the ids of the other classes follow it."""
     num_classes: int = pydantic.Field(ge=2)
@@ -96,44 +100,45 @@ class ClassificationConfig(Config):
 class DataConfig(Config):
     """Tokens that a run reads, and how they are cut into samples."""
 
+    on_change: ClassVar[Change | None] = "silent"
     train: list[str] = pydantic.Field(default_factory=list)
     """Prefixes of the training shards (path without .bin and .idx), read in this order as one sequence of tokens;
     empty with `sources`. Phases name them as the source "train"."""
     sources: list[SourceConfig] = pydantic.Field(default_factory=list)
     """Training shards in groups, each with a sampling weight."""
-    phases: list[PhaseConfig] = pydantic.Field(default_factory=list)
+    phases: Annotated[list[PhaseConfig], REPORTED] = pydantic.Field(default_factory=list)
     """Changes of the sampling weights during the run."""
-    validation: list[str] = pydantic.Field(default_factory=list)
+    validation: Annotated[list[str], REPORTED] = pydantic.Field(default_factory=list)
     """Prefixes of the validation shards; may be empty."""
     test: list[str] = pydantic.Field(default_factory=list)
     """Prefixes of the test shards, which `megalin eval --split test` reads; may be empty."""
-    validation_fraction: Annotated[float, pydantic.Field(ge=0.0, lt=1.0)] = 0.0
+    validation_fraction: Annotated[float, pydantic.Field(ge=0.0, lt=1.0), REPORTED] = 0.0
     """Fraction of each training shard's sequences, at its end, that is held out; only if `validation` is empty."""
-    split: Annotated[list[SamplingWeight], pydantic.Field(min_length=3, max_length=3)] | None = None
+    split: Annotated[list[SamplingWeight] | None, REPORTED] = pydantic.Field(default=None, min_length=3, max_length=3)
     """Fractions of each training shard's sequences for training, validation and test, in this order and in any unit,
     as Megatron-LM's --split 969,30,1; left out: all of each shard but `validation_fraction` trains."""
-    sequence_length: Annotated[int, pydantic.Field(ge=1)]
+    sequence_length: Annotated[int, pydantic.Field(ge=1), REFUSED]
     """T, tokens of a sample that the model reads; a sample holds T + 1 ids, the last being the first of the next."""
-    order: Literal["megalin", "megatron"] = "megalin"
+    order: Annotated[Literal["megalin", "megatron"], REFUSED] = "megalin"
     """Order of the training samples: a function of (seed, step) that a longer run does not change, or Megatron-LM's
     order for a run of `train.steps`, sample by sample."""
     cache: str = DEFAULT_CACHE
     """With order = "megatron": folder of its index files; a relative path is inside the run folder."""
-    packing: Literal["concatenate", "first_fit", "best_fit"] = "concatenate"
+    packing: Annotated[Literal["concatenate", "first_fit", "best_fit"], REFUSED] = "concatenate"
     """Packing of sequences: concatenated and cut every T tokens, or whole ones packed into samples of T, each in the
     first sample with room for it or in the fullest of these; then only those longer than T are cut."""
     tokenizer: str | None = None
     """Tokenizer that made the shards: the path of a tokenizer.json, of its folder, of a SentencePiece .model or of a
     .tiktoken file, or "bytes"; generation and bits per byte need it."""
-    eod_token: str | None = pydantic.Field(default=None, min_length=1)
+    eod_token: Annotated[str | None, REPORTED] = pydantic.Field(default=None, min_length=1)
     """Name of the token that ends a document; left out: eos_token of the tokenizer's folder, or else <|endoftext|>."""
     preparation: list[str] = pydantic.Field(default_factory=list)
     """Commands that make the shards and the tokenizer, in order; the error about missing files prints them."""
-    isolate_documents: bool = True
+    isolate_documents: Annotated[bool, REFUSED] = True
     """Isolate documents in state, attention and loss; false treats a sample as one document."""
-    masking: MaskingConfig | None = None
+    masking: Annotated[MaskingConfig | None, REFUSED] = None
     """Samples of masked tokens and sentence pairs, for encoders that pretrain; left out: other samples."""
-    classification: ClassificationConfig | None = None
+    classification: Annotated[ClassificationConfig | None, REFUSED] = None
     """Samples of a document and its class, for encoders that classify; left out: other samples. Without masking and
     classification: samples of next tokens."""
     verify: Literal["full", "sample", "off"] = "sample"

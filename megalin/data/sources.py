@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,9 +22,14 @@ from megalin.data.datasets.token import TokenDataset
 from megalin.data.order import Order, Positions
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.skipped_batches import SkippedBatches
+from megalin.errors import DataError
 
 LABEL_MASKS = "label masks of the sources, by sha256"
 """Key of the identity, where a source has a label mask: for each of its shards the mask's sha256, or null."""
+
+SAMPLES = "some samples of the sources, by sha256"
+"""Key of the identity: digests of samples as they are read, which follow from the shards, masks, tokenizer and packing
+of each source, and of their order."""
 
 SHARD_DIGESTS = "shards of the sources, by sha256"
 """Key of the identity, where the shards were verified: for each shard of a source the sha256 of its .idx, blocks of its
@@ -31,6 +37,8 @@ SHARD_DIGESTS = "shards of the sources, by sha256"
 
 SKIPPED_BATCHES = "skipped batches"
 """Key of the identity, where a run has left out batches: the windows."""
+
+_PROBED_POSITIONS, _PROBED_SAMPLES = 64, 4
 
 BatchT_co = TypeVar("BatchT_co", bound=AnyBatch, covariant=True)
 
@@ -125,6 +133,8 @@ class SourceUse(NamedTuple):
     """Its open shards."""
     label_masks: Sequence[str | None] = ()
     """sha256 of the label mask of each of its shards; None: a shard without one."""
+    some_samples: str = ""
+    """sha256 of some of its samples."""
 
     @property
     def epochs(self) -> float:
@@ -162,7 +172,12 @@ class Training(NamedTuple):
             for use in self.uses
             if use.name in names
         }
+        some = {use.name: use.some_samples for use in self.uses if use.name in names}
+        if self.total_steps is not None:  # an order that is stored, in files of the host
+            places = np.linspace(0, sum(use.read for use in self.uses) - 1, _PROBED_POSITIONS).astype(np.int64)
+            some["order"] = hashlib.sha256(self.order.samples(places).tobytes()).hexdigest()
         return {
+            SAMPLES: some,
             "shares of the sources": [[first, fractions] for first, fractions in phases],
             "tokens of the sources": {use.name: use.tokens for use in self.uses if use.name in names},
             "samples of the sources": {use.name: use.samples for use in self.uses if use.name in names},
@@ -200,7 +215,13 @@ def open_training(
         found = open_megatron(config, vocab_size, seed=seed, num_samples=num_samples, cache=folder / config.cache)
         uses = [
             SourceUse(
-                name, dataset.num_tokens, dataset.epoch_samples, count, count / num_samples, shards=dataset.shards
+                name,
+                dataset.num_tokens,
+                dataset.epoch_samples,
+                count,
+                count / num_samples,
+                shards=dataset.shards,
+                some_samples=sample_digest(dataset),
             )
             for name, dataset, count in zip(found.names, found.datasets, found.counts, strict=True)
         ]
@@ -248,9 +269,25 @@ def _uses(names: Sequence[str], datasets: Sequence[Dataset[Any]], counts: Sequen
             dataset.empty_fraction if isinstance(dataset, PackedDataset) else None,
             dataset.shards,
             [None if shard.label_mask is None else shard.label_mask.digest() for shard in dataset.shards],
+            sample_digest(dataset),
         )
         for name, dataset, count in zip(names, datasets, counts, strict=True)
     ]
+
+
+def sample_digest(dataset: Samples[Any]) -> str:
+    """sha256, in hex, of some samples of a dataset, from its first to its last one; empty if one of them is bad, which
+    ends the run at the step that reads it."""
+    numbers = np.unique(np.linspace(0, dataset.num_samples - 1, _PROBED_SAMPLES).astype(np.int64))
+    state = hashlib.sha256()
+    try:
+        batch = dataset.batch(numbers)
+    except DataError:
+        return ""
+    for field in batch:
+        if field is not None:
+            state.update(field.numpy().tobytes())
+    return state.hexdigest()
 
 
 def open_dataset(

@@ -17,7 +17,10 @@ from megalin.model.build import check_divisions
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
-from megalin.train.config import RunConfig
+from megalin.train.config import RunConfig, load_run_config
+from megalin.train.config_file import CONFIG_NAME
+from megalin.train.identity import config_entries
+from megalin.train.identity_file import value_text
 from megalin.train.validation import AnyEvaluation, bytes_per_token, evaluate
 
 _AXES = ("parallel.tp", "parallel.cp")
@@ -52,6 +55,29 @@ def check_split(folder: str | Path, config: RunConfig, split: SplitName) -> None
             f"{folder}: the run has no {split} split (data.{split} is empty, and no part of the training shards is "
             f"held out for it); name shards to evaluate on: data.{split}=['prefix']"
         )
+
+
+def held_out_name(folder: Path, config: RunConfig, split: SplitName) -> str:
+    """The name under which a split's result is kept in the run folder. That of other data than the run's own has their
+    values, so that no report takes it for the run's.
+
+    Raises:
+        ConfigError: the config of the run does not parse.
+    """
+    own, found = (_data_values(each, split) for each in (load_run_config(folder / CONFIG_NAME, []), config))
+    changed = [f"{name}={value_text(found[name])}" for name in found if own.get(name) != found[name]]
+    return f"{split} with {', '.join(changed)}" if changed else split
+
+
+def _data_values(config: RunConfig, split: SplitName) -> dict[str, Any]:
+    """The keys of [data] that decide a split's samples and their bytes."""
+    paths = {f"data.{split}": config.data.paths(split), "data.tokenizer": config.data.tokenizer}
+    others = ("sources", "phases", "validation", "test")
+    return paths | {
+        name: entry.value
+        for name, entry in config_entries(config).items()
+        if name.startswith("data.") and entry.change != "silent" and name.split(".")[1] not in others
+    }
 
 
 def evaluate_split(

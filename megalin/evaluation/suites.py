@@ -21,7 +21,7 @@ from megalin.evaluation.generated.haystack import Haystack
 from megalin.evaluation.generated.heat_map import write_heat_map
 from megalin.evaluation.generated.retrieval import NUM_DEPTHS, NeedleSuite, RulerSuite
 from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
-from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, mesh_overrides
+from megalin.evaluation.held_out import check_mesh, check_split, evaluate_split, held_out_name, mesh_overrides
 from megalin.evaluation.positions import PositionSuite
 from megalin.evaluation.results import add_results, parse_result, read_results, results_path
 from megalin.evaluation.sources import SourceSuite, split_sources
@@ -153,6 +153,7 @@ class _Evaluator:
         check_mesh(config, mesh)
         if self._split is not None:
             check_split(folder, config, self._split)
+            self._loss_name = held_out_name(folder, config, self._split)
         self._suites: list[Suite] = []
         on_every_rank(partial(self._open_suites, options))  # hosts may have different disks
         self._model: TrainedModel | None = None
@@ -189,7 +190,7 @@ class _Evaluator:
             model = self._load(checkpoint)
         if self._split is not None:
             loss = evaluate_split(model, self._config, self._mesh, self._split, partial(self._report, self._split))
-            self._keep(step, "loss", self._split, loss._asdict())
+            self._keep(step, "loss", self._loss_name, loss._asdict())
         found: dict[str, dict[str, TaskResult]] = {}
         whole: LanguageModel | None = None
         for suite in self._suites:

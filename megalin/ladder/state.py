@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.errors import ConfigError, DataError
+from megalin.errors import DataError
 from megalin.files import exclusive, read_input, storage_errors, write_atomically
 from megalin.ladder.config import Ladder
 from megalin.ladder.plan import LadderRun, Rung
+from megalin.sweep.plan_file import refuse_changes
 
 PLAN = "ladder.json"
 """The ladder's file and the config of its runs as they were when it began."""
 CHOICE = "choice.json"
 """The factor that the trials of a mixer chose, in their folder."""
 _LIMIT_BYTES = 1 << 24
-_MOST_CHANGES = 8
 _REMEDY = "remove it, or restore the ladder's folder"
 
 
@@ -69,33 +68,14 @@ def check_unchanged(ladder: Ladder, folder: Path) -> None:
     path = folder / PLAN
     if not path.exists():
         return
-    before, now = dict(_leaves("", _read(path))), dict(_leaves("", _plan(ladder)))
-    changes = [
-        f"  {key}: {json.dumps(before.get(key))} before, {json.dumps(now.get(key))} now"
-        for key in before | now
-        if before.get(key) != now.get(key)
-    ]
-    if changes:
-        more = [f"  and {len(changes) - _MOST_CHANGES} more"] if len(changes) > _MOST_CHANGES else []
-        raise ConfigError(
-            f"{ladder.path} changed after the ladder in {folder} began; restore it, or give another --folder:\n"
-            + "\n".join([*changes[:_MOST_CHANGES], *more])
-        )
+    remedy = "or give another --folder"
+    refuse_changes(_read(path), _plan(ladder), ladder.path, f"ladder in {folder}", remedy)
 
 
 def _plan(ladder: Ladder) -> dict[str, Any]:
     plan = {"ladder": ladder.config.model_dump(mode="json"), "config": ladder.base}
     copied: dict[str, Any] = json.loads(json.dumps(plan, default=str))
     return copied
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from _leaves(f"{name}.{key}" if name else str(key), item)
-    else:
-        yield name, value
 
 
 def result_path(folder: Path, rung: Rung, run: LadderRun) -> Path:

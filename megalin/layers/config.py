@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 
-from megalin.config import Config, NestedConfigError, problems, suggest
+from megalin.config import Change, Config, NestedConfigError, problems, suggest
 from megalin.errors import ConfigError
 from megalin.layers import mixer_configs
 from megalin.layers.choices import NormKind
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class MixerConfig(Config):
     """Base of the config of a sub-layer. `type` is the name of its module in megalin.layers.mixers."""
 
+    on_change: ClassVar[Change | None] = "refused"
     attends_to: ClassVar[Literal["earlier", "all", "itself"]] = "earlier"
     """Tokens of its document on which a token's output depends. earlier: itself and those before it, for decoders. all:
     those after it too, for encoders. itself: no other one, for both (channel mixers)."""

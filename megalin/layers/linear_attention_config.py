@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.layers.choices import AbsolutePositionsKind, HeadNormKind
 from megalin.layers.config import MixerConfig
 from megalin.ops.choices import LRPEForm, QueryKeyActivation
@@ -24,7 +25,7 @@ class LinearAttentionConfig(MixerConfig):
     is fused with the positions and in decoding."""
     output_norm: HeadNormKind = "srmsnorm"
     """Norm of all heads' outputs together, before the gate."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
+    chunk_size: Annotated[int, REPORTED] = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; a segment of LRPE has twice as many. Changes the result by rounding alone."""
 
     @pydantic.model_validator(mode="after")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
-from megalin.config import Config, NestedConfigError, parse, problems
+from megalin.config import REPORTED, SILENT, Change, Config, NestedConfigError, parse, problems
 from megalin.layers.choices import NormKind
 from megalin.layers.config import SublayerConfig
 from megalin.layers.linear_attention_config import PositionedAttentionConfig
@@ -20,6 +20,7 @@ MAX_BLOCKS = 10_000
 class BlockConfig(Config):
     """One kind of block, and its number of repetitions."""
 
+    on_change: ClassVar[Change | None] = "refused"
     sublayers: list[SublayerConfig] = pydantic.Field(min_length=1)
     """The mixers of the block in order: token mixers and channel mixers, each with its norm and residual rule."""
     repeat: int = pydantic.Field(default=1, ge=1, le=MAX_BLOCKS)
@@ -47,6 +48,7 @@ class BlockConfig(Config):
 class StackConfig(Config):
     """Base of the models' configs: vocabulary, width and blocks."""
 
+    on_change: ClassVar[Change | None] = "refused"
     vocab_size: int = pydantic.Field(gt=0, le=2_000_000_000)
     """Number of token ids. The table is padded to a multiple of 128 rows; the padding is masked and not counted."""
     hidden_size: int = pydantic.Field(gt=0, le=1_000_000)
@@ -57,12 +59,12 @@ class StackConfig(Config):
     """Norm before the heads."""
     norm_eps: float = pydantic.Field(gt=0)
     """Epsilon of that norm."""
-    init_std: float = pydantic.Field(default=0.02, gt=0)
+    init_std: Annotated[float, SILENT] = pydantic.Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
-    embedding_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    embedding_dropout: Annotated[float, REPORTED] = pydantic.Field(default=0.0, ge=0, lt=1)
     """Dropout rate of the residual stream before the first block: token embeddings with their scale, positions and
     input layers. Only in training."""
-    hidden_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: Annotated[float, REPORTED] = pydantic.Field(default=0.0, ge=0, lt=1)
     """Dropout rate of each sub-layer's output, mixers and FFNs, before it is added to the residual stream; Megatron's
     hidden_dropout, fairseq's dropout (HGRN2's WikiText-103 script: 0.1, with embedding_dropout 0.1). Only in training.
     Masks are functions of train.seed and a sample's number in the run, equal on every mesh. Attention probabilities

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 
-from megalin.config import Config
+from megalin.config import SILENT, Change, Config
 
 _Beta = Annotated[float, pydantic.Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 
@@ -14,6 +14,7 @@ _Beta = Annotated[float, pydantic.Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 class OptimizerConfig(Config):
     """AdamW: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, w -= lr (m^ / (sqrt(v^) + eps) + weight_decay w)."""
 
+    on_change: ClassVar[Change | None] = "reported"
     lr: float = pydantic.Field(gt=0.0, allow_inf_nan=False)
     """Peak learning rate; the schedule scales it."""
 
@@ -33,6 +34,7 @@ class OptimizerConfig(Config):
 class ScheduleConfig(Config):
     """Shape of the learning rate over a run; the peak is `OptimizerConfig.lr`."""
 
+    on_change: ClassVar[Change | None] = "reported"
     type: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
     """After the warmup: half a cosine or a line to the minimum at the last step (cosine, linear); constant with a
     linear decay at the end (wsd); proportional to one over the square root of the step (inverse_sqrt, as fairseq's and
@@ -51,6 +53,10 @@ class ScheduleConfig(Config):
     min_lr_ratio: float = pydantic.Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     """Learning rate of the last step over the peak, for `cosine`, `linear` and `wsd`; the lowest one for
     `inverse_sqrt`."""
+
+    allow_jump: Annotated[bool, SILENT] = False
+    """Lets a run that resumes go on with another fraction of the peak than its last step had, as where a cosine is
+    prolonged; without it such a change is refused."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> ScheduleConfig:

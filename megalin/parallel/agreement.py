@@ -5,6 +5,7 @@ Without a process group the process is rank 0 of 1 and nothing is sent.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -122,6 +123,14 @@ def max_over_ranks(values: Tensor) -> Tensor:
         with current().waiting("all_reduce max", "host", largest.shape):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest
+
+
+def equal_over_ranks(data: bytes) -> bool:
+    """Whether all ranks have the same bytes, by their sha256. One all-reduce of 64 bytes on the CPU."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.int64)
+    # The maximum of the complement is the complement of the minimum.
+    largest, complement = max_over_ranks(torch.stack([digest, ~digest]))
+    return bool((largest == ~complement).all())
 
 
 def gather_over_ranks(values: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pydantic
 
-from megalin.config import Config
+from megalin.config import Change, Config
 
 ExchangeName = Literal["auto", "all_gather", "ring"]
 ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
@@ -20,6 +20,7 @@ class ParallelConfig(Config):
     parallelism leave. On it each cp neighbours share their samples, so that dp = world / (pp tp cp) groups read
     different ones."""
 
+    on_change: ClassVar[Change | None] = "reported"
     tp: int = pydantic.Field(default=1, ge=1)
     """Ranks over which each layer's weights are sharded (tensor parallelism)."""
     cp: int = pydantic.Field(default=1, ge=1)

@@ -194,8 +194,12 @@ def _with_step(key: str, found: tuple[int, float] | None) -> str:
 
 
 def _differences(body: Any, runs: dict[str, RunRecord]) -> None:
-    """The keys of the configs that differ between the runs: a column a run."""
+    """The keys of the configs, and the other values that decide numbers, that differ between the runs: a column a
+    run."""
     configs = {name: dict(flat(run.config)) for name, run in runs.items()}
+    if all(run.identity is not None for run in runs.values()):
+        for name, run in runs.items():
+            configs[name] |= {} if run.identity is None else dict(flat(run.identity.inputs))
     keys = list(dict.fromkeys(key for config in configs.values() for key in config))
     rows = [(key, *(config.get(key, "") for config in configs.values())) for key in keys]
     section(

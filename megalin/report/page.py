@@ -14,6 +14,7 @@ from megalin.report.facts import run_facts
 from megalin.report.html import Page, add, add_figure, section, table, thinned, time_text
 from megalin.report.reading import RunRecord, read_run
 from megalin.train.curves import Curve, draw, evaluated, held_out_curves, step_tokens
+from megalin.train.identity_file import value_text
 
 _ENDED_BY_ERROR = "error"
 _MOST_CURVES = 10
@@ -49,6 +50,13 @@ def page(run: RunRecord) -> bytes:
     _evaluations(body, run)
     _tasks(body, run)
     _results(body, run)
+    if run.identity is not None and run.identity.segments:
+        rows = [
+            (f"{segment.step:,}", name, value_text(before), value_text(now))
+            for segment in run.identity.segments
+            for name, (before, now) in segment.changes.items()
+        ]
+        section(body, "Changes during the run", ("after step", "value", "before", "since then"), rows, "")
     _incidents(body, run)
     shown = ("command", "working_directory", "commit", "device", "ranks", "mesh")  # in the first table
     environment = [(name, _value_text(value)) for name, value in run.environment.items() if name not in shown]

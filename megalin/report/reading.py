@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalin.checkpoint.manifest import directory_step, read_manifest
-from megalin.errors import CheckpointError, ConfigError
+from megalin.errors import CheckpointError, ConfigError, DataError
 from megalin.files import open_regular
 from megalin.structured_text import parse_json, parse_toml
 from megalin.train.curves import EVALUATION, finite
+from megalin.train.identity_file import IdentityFile, read_identity
 from megalin.train.jsonl import read_records
 from megalin.train.tasks import split_task_metrics
 
@@ -87,6 +88,8 @@ class RunRecord(NamedTuple):
     incidents: list[Incident]
     environment: dict[str, Any]
     kernels: dict[str, Any]
+    identity: IdentityFile | None
+    """None of a run of an earlier version, or where it is not readable."""
     checkpoint: SavedCheckpoint | None
     results: list[StoredResult]
     """Content of evaluations/step-N.json, by rising step."""
@@ -121,10 +124,19 @@ def read_run(folder: str | Path) -> RunRecord:
         incidents=[_incident(record) for record in _records(path / "incidents.jsonl", problems)],
         environment=_json(path / "environment.json", problems),
         kernels=_json(path / "kernels.json", problems),
+        identity=_identity(path, problems),
         checkpoint=_newest_checkpoint(path / "checkpoints", problems),
         results=_results(path / "evaluations", problems),
         problems=problems,
     )
+
+
+def _identity(path: Path, problems: list[str]) -> IdentityFile | None:
+    try:
+        return read_identity(path)
+    except DataError as error:
+        problems.append(str(error))
+        return None
 
 
 def _progress(records: Iterator[dict[str, Any]]) -> MetricsSummary:

@@ -173,11 +173,13 @@ class Sweep(NamedTuple):
 
     path: Path
     config: SweepConfig
+    frozen: Path | None = None
+    """Copy of the config of the runs, of a sweep that has begun."""
 
     @property
     def run_config(self) -> Path:
         """The config of the runs."""
-        return self.path.parent / self.config.config
+        return self.frozen or self.path.parent / self.config.config
 
     def goodness(self, goal: float) -> float:
         """The goal, negative where lower is better."""

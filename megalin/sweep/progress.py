@@ -9,8 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megalin.checkpoint.manifest import MANIFEST_FILE, directory_step
 from megalin.sweep.config import SweepConfig, metric_name
-from megalin.train.jsonl import step_lines
+from megalin.train.config_file import CHECKPOINTS_NAME
+from megalin.train.jsonl import JsonLines, step_lines
 
 _FIELDS = {"step", "tokens", "tokens_per_second"}
 """Fields of every line of a run's metrics."""
@@ -29,6 +31,16 @@ class Status(StrEnum):
     """Ended with the sweep; starting the sweep again continues it."""
     FAILED = "failed"
     """Ended by an error; starting the sweep again continues it."""
+
+
+def remove_unsaved_steps(run: Path) -> None:
+    """Removes the lines of a run's metrics after its newest checkpoint, as the run does where it goes on: a run that
+    was killed before a save has not reached what they show. Raises StorageError."""
+    metrics, checkpoints = run / "metrics.jsonl", run / CHECKPOINTS_NAME
+    if metrics.is_file():
+        names = (folder.parent.name for folder in checkpoints.glob(f"*/{MANIFEST_FILE}"))
+        steps = (step for name in names if (step := directory_step(name)) is not None)
+        JsonLines(metrics, resumed_step=max(steps, default=0)).close()
 
 
 class Progress:

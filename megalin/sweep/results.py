@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalin.config import read_toml
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.results import read_results as read_evaluations
 from megalin.files import read_input, storage_errors, write_atomically
@@ -96,14 +95,14 @@ def evaluation_values(run: Path, step: int) -> dict[str, float]:
     return values
 
 
-def read_results(folder: Path, sweep: Sweep, overrides: Mapping[str, Sequence[str]]) -> dict[str, Result]:
+def read_results(folder: Path, overrides: Mapping[str, Sequence[str]]) -> dict[str, Result]:
     """Results by the run's name, without those that a new start continues.
 
     Args:
         overrides: those of each run of the sweep by its name; results of other runs are left out.
 
     Raises:
-        ConfigError: the results are of another config or other overrides.
+        ConfigError: the results are of other overrides.
         DataError: the file is damaged or cannot be read.
     """
     path = folder / RESULTS
@@ -114,18 +113,18 @@ def read_results(folder: Path, sweep: Sweep, overrides: Mapping[str, Sequence[st
         saved = json.loads(data)
         found = [Result(**{**values, "status": Status(values["status"])}) for values in saved["results"]]
         results = {result.name: result for result in found if result.name in overrides}
-        config = saved["config"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not the results of a sweep: {error!r}; {_REMEDY}") from None
     changed = [name for name, result in results.items() if result.overrides != overrides[name]]
-    if config != read_toml(sweep.run_config) or changed:
-        what = f"with other overrides of {changed[0]}" if changed else f"of another {sweep.run_config}"
-        raise ConfigError(f"{path} holds results {what}; give a new folder, or restore the file")
+    if changed:
+        raise ConfigError(
+            f"{path} holds results with other overrides of {changed[0]}; give a new folder, or restore the file"
+        )
     return {name: result for name, result in results.items() if result.status not in (Status.CUT, Status.FAILED)}
 
 
-def write_results(folder: Path, sweep: Sweep, results: Mapping[str, Result]) -> None:
+def write_results(folder: Path, results: Mapping[str, Result]) -> None:
     """Writes the file of results. Raises StorageError."""
-    values = {"config": read_toml(sweep.run_config), "results": [result._asdict() for result in results.values()]}
+    values = {"results": [result._asdict() for result in results.values()]}
     with storage_errors(folder / RESULTS):
         write_atomically(folder / RESULTS, json.dumps(values, indent=1).encode())

@@ -12,9 +12,10 @@ from pathlib import Path
 from megalin.errors import ConfigError, PreemptedError
 from megalin.files import storage_errors
 from megalin.sweep.config import SEARCH, EvaluationsConfig, Sweep
+from megalin.sweep.frozen import freeze
 from megalin.sweep.order import Cell, all_cells, expected_seconds, ordered_cells
 from megalin.sweep.process import RunProcess, ended_with, environments, train_command
-from megalin.sweep.progress import Progress, Status
+from megalin.sweep.progress import Progress, Status, remove_unsaved_steps
 from megalin.sweep.results import Result, evaluation_values, read_results, write_results
 from megalin.train.preemption import PreemptionHandler
 
@@ -27,6 +28,7 @@ class _Running:
     def __init__(self, sweep: Sweep, cell: Cell, folder: Path, environment: Mapping[str, str]) -> None:
         self.cell, self._folder, self._environment = cell, folder / cell.name, environment
         self._evaluations = None if cell.stage == SEARCH else sweep.config.evaluations
+        remove_unsaved_steps(self._folder)
         self.progress = Progress(sweep.config, cell.values, self._folder / "metrics.jsonl")
         self._log = folder / f"{cell.name}.log"
         with storage_errors(self._log):
@@ -111,6 +113,7 @@ def run_sweep(
     *,
     processes: int,
     time_limit: float | None = None,
+    restart_changed: bool = False,
     on_result: Callable[[Result, int, list[Result]], None] = lambda result, left, results: None,
 ) -> list[Result]:
     """Trains the runs of a sweep that have no result yet, in order; the results of all runs that have one.
@@ -124,10 +127,12 @@ def run_sweep(
         processes: runs at a time. With several GPUs they are divided over them.
         time_limit: seconds after which running ones are asked to save and end; None: no limit. After the first one, no
             run starts that would not end in this time by the duration of those before it.
+        restart_changed: runs that an edit of the files changes since the sweep began are removed, and begin anew.
         on_result: called with each result, the number of runs without one, and all results.
 
     Raises:
-        ConfigError: processes below 1, a time limit that is not positive, or a folder with results of another config.
+        ConfigError: processes below 1, a time limit that is not positive, or files of the sweep that have
+            changed since its first start.
         DataError: the folder's file of results is damaged.
         StorageError: the folder cannot be written.
     """
@@ -138,7 +143,9 @@ def run_sweep(
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     deadline = math.inf if time_limit is None else time.perf_counter() + time_limit
-    results = read_results(folder, sweep, {cell.name: cell.overrides for cell in all_cells(sweep)})
+    sweep, restarted = freeze(sweep, folder, restart_changed=restart_changed)
+    overrides = {cell.name: cell.overrides for cell in all_cells(sweep) if cell.name not in restarted}
+    results = read_results(folder, overrides)
     slot_environments = environments(processes)
     slots: list[_Running | None] = [None] * processes
 
@@ -158,7 +165,7 @@ def run_sweep(
                 if (result := running.poll()) is not None:
                     slots[index], changed, left = None, True, deadline - time.perf_counter()
                     results[running.cell.name] = result
-                    write_results(folder, sweep, results)
+                    write_results(folder, results)
                     cells = ordered_cells(sweep, results)
                     missing = sum(cell is None or cell.name not in results for cell in cells)
                     on_result(result, missing, _in_order(sweep, results))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
 from megalin.checkpoint.config import CheckpointConfig
-from megalin.config import Config, parse
+from megalin.config import REFUSED, SILENT, Change, Config, parse
 from megalin.data.config import DataConfig
 from megalin.model.config import EncoderConfig, ModelField, max_positions_key
 from megalin.optim.config import OptimizerConfig, ScheduleConfig
@@ -26,6 +26,7 @@ from megalin.train.weights_and_biases import LoggingConfig
 class TrainConfig(Config):
     """The training loop."""
 
+    on_change: ClassVar[Change | None] = "reported"
     engine: Literal["fsdp2", "deepspeed"] = "fsdp2"
     """Library that shards weights and steps the optimizer. fsdp2: torch's fully_shard. deepspeed: DeepSpeed's ZeRO,
     stage parallel.zero; not with pp or shard."""
@@ -34,18 +35,18 @@ class TrainConfig(Config):
     "auto"; the run folder keeps the JSON as passed to the engine."""
     steps: int = pydantic.Field(ge=1, le=10**12)
     """Optimizer steps of the whole run."""
-    global_batch_size: int = pydantic.Field(ge=1, le=10_000_000)
+    global_batch_size: Annotated[int, REFUSED] = pydantic.Field(ge=1, le=10_000_000)
     """Samples per step over all ranks; gradients accumulate if it exceeds micro_batch_size times the data axis."""
     micro_batch_size: int = pydantic.Field(ge=1)
     """Samples that a rank processes at a time."""
-    seed: int = pydantic.Field(default=0, ge=0)
+    seed: Annotated[int, REFUSED] = pydantic.Field(default=0, ge=0)
     """Seed of the initial weights and of the sample order."""
-    initial_weights: str | None = pydantic.Field(default=None, min_length=1)
+    initial_weights: Annotated[str | None, REFUSED] = pydantic.Field(default=None, min_length=1)
     """Run folder whose weights the run starts from, made by `megalin train` or `megalin import` on any mesh: its newest
     checkpoint, or with RUN@STEP that of a step. Optimizer state, schedule and samples start new. Tensors of new layers
     are drawn from the seed, an encoder's longer table of positions repeats the shorter one, another shape is refused;
     initial_weights.json lists them. Not read where the run resumes."""
-    branch_from: str | None = pydantic.Field(default=None, min_length=1)
+    branch_from: Annotated[str | None, REFUSED] = pydantic.Field(default=None, min_length=1)
     """Run folder, or RUN@STEP, whose newest checkpoint or that of a step this run continues in a folder of its own:
     weights, optimizer state and samples, under its own schedule and number of steps. It ends as a run without the key,
     bit for bit, if both runs agree up to that step. Not read where the run resumes."""
@@ -67,7 +68,7 @@ class TrainConfig(Config):
     the schedule, the samples and the ledger count the step. rollback, with the fsdp2 engine and data.order = "megalin":
     the newest checkpoint before it is restored, the steps since then are undone, and their batches, with that of the
     spike, are left out of the run; before the first checkpoint as skip."""
-    max_rollbacks: int = pydantic.Field(default=3, ge=0)
+    max_rollbacks: Annotated[int, SILENT] = pydantic.Field(default=3, ge=0)
     """Rollbacks of the whole run; the next spike ends it with exit code 8. 0: the first spike does."""
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of the matmuls of the blocks' wide linear layers. float8: y = x W^T and dx = dy W of e4m3 numbers with a
@@ -82,7 +83,7 @@ class TrainConfig(Config):
     compile: bool = False
     """Compiles blocks (torch.compile, one graph per kind of block). On a GPU two compilations may differ in the last
     bits; processes that share inductor's cache (TORCHINDUCTOR_CACHE_DIR) agreed."""
-    cuda_graphs: Literal[True, False, "auto"] = "auto"
+    cuda_graphs: Annotated[Literal[True, False, "auto"], SILENT] = "auto"
     """Captures a step's forwards and backwards in one CUDA graph after the third step, for models whose kernels are too
     short for the host to launch in time; the bits are the same. The graph's memory stays reserved: an evaluation needs
     memory of its own. Not with pp, the deepspeed engine, or, on several ranks, mixers for which the host reads document
@@ -93,30 +94,30 @@ class TrainConfig(Config):
     at most 10 % or 256 MiB to what eager steps reserve; a line at the start of the run, and one after three steps, say
     which of these is missing. With less than 1.5 times its memory, evaluations drop the graph, and the next step
     captures it again."""
-    evaluate_every_steps: int | None = pydantic.Field(default=None, ge=1)
+    evaluate_every_steps: Annotated[int | None, SILENT] = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)
     """Batches of global_batch_size samples per evaluation, also after the last step; left out: 1,000 samples. The first
     samples of the split, or all if there are fewer; `megalin eval` reads all."""
-    max_label_fraction: float = pydantic.Field(default=1.0, gt=0.0, le=1.0)
+    max_label_fraction: Annotated[float, SILENT] = pydantic.Field(default=1.0, gt=0.0, le=1.0)
     """Largest fraction of the tokens of a micro-batch on a rank that have a label, for data with label masks: the head
     and its loss are computed for so many rows, those of the labelled tokens, and not for all tokens. A micro-batch with
     more labels ends the run before its step. Not for encoders, whose head computes the masked tokens only."""
-    log_every_steps: int = pydantic.Field(default=10, ge=1)
+    log_every_steps: Annotated[int, SILENT] = pydantic.Field(default=10, ge=1)
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
-    compare_replicas_every_steps: int = pydantic.Field(default=50, ge=0)
+    compare_replicas_every_steps: Annotated[int, SILENT] = pydantic.Field(default=50, ge=0)
     """Steps between comparisons of the copies that several ranks hold of weights and moments: with parallel.shard or
     zero = 0, of tensors that tp does not divide, of weights that pipeline stages share. They are compared before each
     checkpoint too. Copies that differ end the run (exit code 11); the message names ranks and tensors. 0: never. Not
     with the deepspeed engine."""
-    hang_timeout_seconds: float = pydantic.Field(default=300.0, ge=1.0, le=1e9)
+    hang_timeout_seconds: Annotated[float, SILENT] = pydantic.Field(default=300.0, ge=1.0, le=1e9)
     """Longest time that a rank may make no progress in a step, or be stopped: then it is named and all ranks leave with
     exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process
     only the wait for its samples ends."""
-    phase_timeout_seconds: float = pydantic.Field(default=1800.0, ge=1.0, le=1e9)
+    phase_timeout_seconds: Annotated[float, SILENT] = pydantic.Field(default=1800.0, ge=1.0, le=1e9)
     """The same limit for a start, a first step, the capture of a CUDA graph, an evaluation and a checkpoint, also
     for one that is written in the background."""
-    stop_after_steps: int | None = pydantic.Field(default=None, ge=1)
+    stop_after_steps: Annotated[int | None, SILENT] = pydantic.Field(default=None, ge=1)
     """Saves and stops after this step, to resume later; the schedule still counts on `steps`."""
 
 

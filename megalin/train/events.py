@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +17,9 @@ from megalin.files import open_append
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.jsonl import JsonLines
 
-EventKind = Literal["started", "resumed", "taken over", "warning", "error"]
-"""taken over: the previous process was killed. warning: logged by megalin. error: ended the process."""
+EventKind = Literal["started", "resumed", "changed", "taken over", "warning", "error"]
+"""changed: other values than the steps before had. taken over: the previous process was killed. warning: logged by
+megalin. error: ended the process."""
 
 _logger = logging.getLogger("megalin")
 
@@ -54,7 +56,7 @@ class EventLog:
         if rank() != 0:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        if kind not in ("started", "resumed"):
+        if kind not in ("started", "resumed", "changed"):
             self.last = f"{now[11:19]} {kind}: {message}"
         line: dict[str, float | int | str] = {"time": now, "kind": kind, "message": message}
         if self._file is None:
@@ -75,14 +77,17 @@ class EventLog:
             os.write(descriptor, json.dumps(line).encode() + b"\n")
             os.close(descriptor)
 
-    def begin(self, step: int, where: str) -> None:
-        """Records that the run starts, or resumes after `step` finished steps; `where` names its devices.
+    def begin(self, step: int, where: str, changes: Sequence[str] = ()) -> None:
+        """Records that the run starts, or resumes after `step` finished steps with these `changes`; `where` names its
+        devices.
 
         Every rank calls it (one broadcast). Raises StorageError on every rank when the file cannot be opened.
         """
         on_rank_zero(self._open)
         self.step, self._begun = step, True
         self.write("resumed" if step else "started", where)
+        for change in changes:
+            self.write("changed", change)
 
     def __enter__(self) -> Self:
         if rank() == 0:

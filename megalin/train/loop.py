@@ -6,23 +6,19 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from megalin.checkpoint.background import BackgroundSaver
 from megalin.config import dumps
 from megalin.data.loader import ValidationLoader
-from megalin.data.missing_files import check_files
-from megalin.data.sources import Dataset, Training, open_dataset, open_training
 from megalin.errors import PreemptedError, StorageError
 from megalin.optim.schedule import learning_rate
-from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.rank_failures import default_rendezvous, no_verdict, report_failed_ranks
 from megalin.parallel.watchdog import Watchdog
-from megalin.slow_work import slow_work
 from megalin.train.config import RunConfig
 from megalin.train.curves import write_loss_curve
 from megalin.train.due_steps import DueSteps
@@ -31,6 +27,7 @@ from megalin.train.environment import device_name, environment
 from megalin.train.events import EventLog
 from megalin.train.garbage_collection import without_long_collections
 from megalin.train.host_memory import report_host_memory
+from megalin.train.identity import check_same_start
 from megalin.train.in_flight import FinishedStep, InFlightStep, InFlightSteps, naming_samples
 from megalin.train.initial_weights import find_initial_weights, load_initial_weights
 from megalin.train.pipeline_model import Pipeline
@@ -38,18 +35,17 @@ from megalin.train.preemption import PreemptionHandler
 from megalin.train.replicas import ReplicaCheck
 from megalin.train.resume import find_checkpoint, resume
 from megalin.train.rollback import Rollbacks
+from megalin.train.run_data import open_run_data
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog, open_run_log
 from megalin.train.saves import RunSaves
-from megalin.train.shard_check import verify_shards
 from megalin.train.spikes import SpikeReading
-from megalin.train.start_checks import check_same_config, check_same_start
 from megalin.train.start_lines import start_lines
 from megalin.train.step_data import DataFailure, Preemption, StepData, StepReader, describe_samples, training_loader
 from megalin.train.stragglers import OwnTime, StragglerMonitor
 from megalin.train.tasks import TaskRunner, check_tasks
 from megalin.train.update_hooks import UpdateHook
-from megalin.train.validation import AnyEvaluation, Evaluation, bytes_per_token, evaluate
+from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
 from megalin.train.watched import watched
 
 _log = logging.getLogger(__name__)
@@ -106,44 +102,21 @@ class TrainingLoop:
         # Ranks of a sample wait for each other in blocks, which on GPUs is not measured.
         together = 1 if mesh.device.type in SYNCHRONOUS_DEVICES else mesh.tp.axis.size * mesh.cp.axis.size
         self._stragglers, self._own_seconds = StragglerMonitor(together), 0.0
-        self.data: Training
-        self.validation: Dataset[Any] | None = None
-        with slow_work("opening the data", shown=mesh.is_first_rank):
-            on_every_rank(self._open_data)  # hosts may have different disks
-        shards = [*self.data.dataset.shards, *([] if self.validation is None else self.validation.shards)]
-        with slow_work("verifying the shards", shown=mesh.is_first_rank):
-            self.shards = verify_shards(shards, config.data.verify, run.shard_digests)
-        self.data = self.data._replace(digests=self.shards.records)
+        self.data, self.validation, self.token_bytes, inputs, self.shards = open_run_data(config, run, mesh)
         self._rollbacks = Rollbacks(run, config.train.max_rollbacks)
-        checkpoint = find_checkpoint(run.checkpoints, config, self.data)
+        self._resumption = find_checkpoint(run.checkpoints, config, self.data, inputs)
+        checkpoint = self._resumption.checkpoint
         self.data = self._rollbacks.resume(checkpoint, self.data)
         source = find_initial_weights(config, run.checkpoints)
         self.engine = make_engine(config, mesh, hooks)
         self.model = self.engine.model
         self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
-        self._saves = RunSaves(config, run, self.engine, mesh.launches, saver)
+        self._saves = RunSaves(config, run, self.engine, mesh.launches, saver, self._resumption)
         self.initial_weights = None if source is None else load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
         compares = config.train.compare_replicas_every_steps and config.train.engine == "fsdp2"
         self._replicas = ReplicaCheck(mesh, self.engine.tensors() if compares else {})
         self._due = DueSteps(config, self.resumed_step, self.last_step, self.validation is not None, tasks is not None)
-
-    def _open_data(self) -> None:
-        config, vocab_size, seed = self.config, self.config.model.vocab_size, self.config.train.seed
-        check_files(config.data)
-        if config.data.order == "megatron":
-            self.run.clean_if_refused(self.run.path / config.data.cache)
-        self.data = open_training(
-            config.data,
-            vocab_size,
-            seed=seed,
-            steps=config.train.steps,
-            global_batch_size=config.train.global_batch_size,
-            folder=self.run.path,
-        )
-        if config.data.has("validation"):
-            self.validation = open_dataset(config.data, "validation", vocab_size, seed)
-        self.token_bytes = bytes_per_token(config.data)
 
     def train(self) -> TrainResult:
         """Runs the remaining steps, saving as configured and after the last one.
@@ -207,6 +180,7 @@ class TrainingLoop:
         run.keep()
         run.write_text(run.config, dumps(self.config))
         run.write_json(run.environment, environment(self.mesh))
+        run.write_json(run.identity, self._resumption.values(self.config))
         if self.shards.kept:
             run.write_json(run.shard_digests, self.shards.kept)
         if self.engine.settings:
@@ -215,7 +189,7 @@ class TrainingLoop:
             run.write_json(run.initial_weights, self.initial_weights._asdict())
         self._rollbacks.begin()
         where = f"on {torch.distributed.get_world_size()} x {device_name(self.mesh.device)}"
-        self.event_log.begin(self.resumed_step, where)
+        self.event_log.begin(self.resumed_step, where, self._resumption.report_lines())
 
     def _finish(self, finished: FinishedStep, log: RunLog) -> tuple[AnyEvaluation | None, dict[str, float]]:
         """Logs a step, evaluates and saves after it where due; returns the evaluation and the results of tasks."""
@@ -342,14 +316,22 @@ class TrainingLoop:
 
     def _report_lines(self) -> list[str]:
         """Lines on the run, the data, the stages of a pipeline and initial weights, printed above the first step."""
-        stages = self.model.plan.report_lines() if isinstance(self.model, Pipeline) else []
+        plan = self.model.plan.report_lines() if isinstance(self.model, Pipeline) else []
+        stages = [f"pipeline {line}" for line in plan]
         initial = [] if self.initial_weights is None else self.initial_weights.report_lines()
         if (trunk := self.config.train.branch_from) is not None:
             initial.append(f"branch of {trunk}: goes on after {self.resumed_step} steps")
         if self.data.skipped.windows:
             initial.append(f"batches of the sample order that the run leaves out: {self.data.skipped}")
         facts = start_lines(self.config, self.mesh, self.data, resumed_step=self.resumed_step)
-        return [*facts, self.shards.line, *self.data.report_lines(), *(f"pipeline {line}" for line in stages), *initial]
+        return [
+            *self._resumption.report_lines(),
+            *facts,
+            self.shards.line,
+            *self.data.report_lines(),
+            *stages,
+            *initial,
+        ]
 
     def _write_loss_curve(self, evaluation: AnyEvaluation | None) -> None:
         if self.mesh.is_first_rank and self.run.metrics.stat().st_size:
@@ -379,8 +361,7 @@ def train(
         ConfigError: ranks with different configs, code or libraries, or tasks that cannot be evaluated, on every rank.
         MegalinError: as `RunFolder` and `TrainingLoop` do, on every rank.
     """
-    check_same_start()
-    check_same_config(config)  # before the mesh: with different axes, ranks would wait in different groups
+    check_same_start(config)  # before the mesh: with different axes, ranks would wait in different groups
     check_tasks(config, tasks)
     mesh = Mesh(config.parallel, device)
     saver = BackgroundSaver(config.train.phase_timeout_seconds) if config.checkpoint.background else None

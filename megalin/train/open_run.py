@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megalin.checkpoint.load import newest, of_step, saved_steps
 from megalin.checkpoint.manifest import Checkpoint
@@ -13,6 +13,7 @@ from megalin.errors import CheckpointError, ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.train.config import RunConfig, load_run_config
 from megalin.train.config_file import CHECKPOINTS_NAME, CONFIG_NAME
+from megalin.train.identity import Entry, model_entries
 
 Steps = int | Literal["newest", "all"]
 """Finished steps of a checkpoint, the newest checkpoint, or all checkpoints of a run."""
@@ -75,26 +76,14 @@ def saved_model(checkpoint: Checkpoint) -> AnyModelConfig:
 
 def model_differences(model: AnyModelConfig, saved: AnyModelConfig) -> list[str]:
     """Fields that define a model's function and differ from those of a checkpoint's model, with both values."""
-    there, here = dict(_fields("model", _function(saved))), dict(_fields("model", _function(model)))
+    there, here = model_entries(saved), model_entries(model)
+    changed = [name for name in here | there if there.get(name) != here.get(name)]
     return [
-        f"{name}: {there.get(name)!r} in the checkpoint, {here.get(name)!r} in the config"
-        for name in here | there
-        if there.get(name) != here.get(name)
+        f"{name}: {_value(there.get(name))} in the checkpoint, {_value(here.get(name))} in the config"
+        for name in changed
+        if (here.get(name) or there[name]).change == "refused"
     ]
 
 
-def _function(model: AnyModelConfig) -> dict[str, Any]:
-    """The fields that define the model's function, repeated blocks written out; initial weights, dropout and chunks of
-    scans do not belong to it."""
-    table = model.model_dump(mode="json", exclude={"init_std", "embedding_dropout", "hidden_dropout", "layers"})
-    return table | {"blocks": [block.model_dump(mode="json")["sublayers"] for _, block in model.blocks()]}
-
-
-def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields every leaf of nested tables and lists under its dotted name, except chunks of scans."""
-    if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key != "chunk_size":
-                yield from _fields(f"{name}.{key}", item)
-    else:
-        yield name, value
+def _value(entry: Entry | None) -> str:
+    return repr(None if entry is None else entry.value)

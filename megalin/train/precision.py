@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import pydantic
 
-from megalin.config import Config
+from megalin.config import Change, Config
 from megalin.ops.choices import ALIGNMENT
 from megalin.parallel.config import ParallelConfig
 
@@ -23,6 +23,7 @@ class LossScaleConfig(Config):
     gradients do not become zero, and gradients are divided by it before their norm. A step whose gradients overflow
     does not change the weights, and halves the scale."""
 
+    on_change: ClassVar[Change | None] = "reported"
     initial: float = pydantic.Field(default=65536.0, ge=1.0, le=LARGEST_SCALE)
     """Scale of the first step, a power of two, so that the division is exact."""
     growth_interval: int = pydantic.Field(default=2000, ge=1, le=2**24)

@@ -18,12 +18,20 @@ from megalin.errors import REFUSALS, ConfigError, StorageError
 from megalin.files import FolderInUseError, FolderLock, remove, write_atomically
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.config_file import CHECKPOINTS_NAME, CONFIG_NAME
+from megalin.train.identity_file import IDENTITY_NAME
 from megalin.train.ledger import LEDGER_NAME
 
 _WRITTEN = frozenset(
     {
         *(CONFIG_NAME, CHECKPOINTS_NAME, LEDGER_NAME, "metrics.jsonl", "incidents.jsonl", "tensorboard", "loss.png"),
-        *("environment.json", "kernels.json", "deepspeed.json", "initial_weights.json", "shard_digests.json"),
+        *(
+            "environment.json",
+            IDENTITY_NAME,
+            "kernels.json",
+            "deepspeed.json",
+            "initial_weights.json",
+            "shard_digests.json",
+        ),
         *("rollbacks.json", "metrics.prom", "ranks.log", "ranks.log.1", "heartbeats", "stacks", DEFAULT_CACHE),
     }
 )
@@ -111,6 +119,11 @@ class RunFolder:
     def environment(self) -> Path:
         """Versions, device, host and mesh of the run."""
         return self.path / "environment.json"
+
+    @property
+    def identity(self) -> Path:
+        """The values that decide the run's numbers, and the starts at which they changed."""
+        return self.path / IDENTITY_NAME
 
     @property
     def incidents(self) -> Path:

@@ -10,7 +10,7 @@ from megalin.data.sources import Training
 from megalin.parallel.heartbeats import Heartbeat
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
-from megalin.train.resume import checkpoint_state
+from megalin.train.resume import Resumption, checkpoint_state
 from megalin.train.run_folder import RunFolder
 from megalin.train.run_log import RunLog
 
@@ -20,6 +20,7 @@ class RunSaves:
 
     Args:
         saver: writes in the background; None: every save is in the foreground.
+        resumption: the start of the run, for the record of its identity.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class RunSaves:
         engine: Engine,
         heartbeat: Heartbeat,
         saver: BackgroundSaver | None,
+        resumption: Resumption,
     ) -> None:
         self._config, self._run, self._engine = config, run, engine
         self._heartbeat, self._saver = heartbeat, saver
+        self._resumption = resumption
         self._verified = VerifiedCheckpoints()
 
     def reserve(self) -> None:
@@ -58,7 +61,7 @@ class RunSaves:
                 self._run.checkpoints,
                 step=step,
                 tensors=tensors,
-                state=checkpoint_state(self._config, data, step),
+                state=checkpoint_state(self._config, data, step, self._resumption),
                 keep_latest=self._config.checkpoint.keep_latest,
                 keep_steps=self._config.checkpoint.keep_steps,
                 verified=self._verified,

@@ -12,6 +12,7 @@ from megalin.config import Config
 from megalin.data.shards.verification import parse_record
 from megalin.data.sources import SHARD_DIGESTS
 from megalin.errors import CheckpointError
+from megalin.train.identity_file import Segment
 
 
 def _has_tables(config: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +42,10 @@ class TrainState(Config):
     """The run's config, as its version wrote it."""
     versions: dict[str, str]
     """Versions of the libraries."""
+    inputs: dict[str, Any] = pydantic.Field(default={})
+    """The identity of the run beside config and samples (`identity.run_entries`)."""
+    segments: list[Segment] = pydantic.Field(default=[])
+    """Starts from a checkpoint at which values changed, in order."""
     source: dict[str, str] | None = None
     """Folder and class of imported weights."""
 

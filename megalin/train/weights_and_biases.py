@@ -7,11 +7,11 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 
-from megalin.config import Config
+from megalin.config import Change, Config
 from megalin.errors import ConfigError
 from megalin.files import write_atomically
 from megalin.optional import require
@@ -24,6 +24,7 @@ ID_FILE = "wandb_id"
 class LoggingConfig(Config):
     """Destinations of metrics other than the run folder."""
 
+    on_change: ClassVar[Change | None] = "silent"
     wandb_project: str | None = pydantic.Field(default=None, min_length=1)
     """Weights & Biases project that receives the metrics of rank 0; needs the library wandb, whose own settings give
     account and mode (WANDB_MODE=offline, WANDB_ENTITY, ...). Left out: none."""

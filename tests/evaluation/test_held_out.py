@@ -256,3 +256,19 @@ def test_sources_have_the_names_of_the_training_sources_that_they_are_held_out_o
         "a": ["a"],
         "b": ["b"],
     }
+
+
+def test_a_result_on_other_data_is_not_kept_as_that_of_the_runs_own_split(tmp_path):
+    config, run = write_config(tmp_path), tmp_path / "run"
+    foreign = write_shard(tmp_path / "data/foreign", documents(600, seed=9))
+    assert main(["train", str(config), "--folder", str(run), "train.stop_after_steps=1"]) == 0
+    for overrides in ([], [f"data.validation=['{foreign}']"], ["data.sequence_length=18"], ["data.workers=1"]):
+        assert main(["eval", str(run), *overrides]) == 0
+    (path,) = (run / "evaluations").glob("*.json")
+    results = json.loads(path.read_text())["suites"]["loss"]
+    assert list(results) == [
+        "validation",
+        f'validation with data.validation=["{foreign}"]',
+        "validation with data.sequence_length=18",
+    ]
+    assert len({each["loss"] for each in results.values()}) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,10 +19,11 @@ from megalin.errors import ConfigError, DataError, StorageError
 from megalin.sweep import runner
 from megalin.sweep.config import SweepConfig
 from megalin.sweep.order import all_cells, read_sweep
-from megalin.sweep.progress import Progress, Status
+from megalin.sweep.progress import Progress, Status, remove_unsaved_steps
 from megalin.sweep.results import RESULTS, write_results
 from megalin.sweep.runner import run_sweep
 from megalin.sweep.table import table
+from megalin.train.config import load_run_config
 from tests.model_runs import write_config
 
 GOAL, LOSS = "tasks/recall/accuracy", "tasks/recall/loss"
@@ -238,17 +240,14 @@ def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="time limit = 0: use a positive number of seconds"):
         run_sweep(sweep, tmp_path / "runs", processes=1, time_limit=0)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / RESULTS).write_text(json.dumps({"config": {}, "results": []}))
-    with pytest.raises(ConfigError, match=r"holds results of another .*tiny.toml; give a new folder, or restore"):
-        run_sweep(sweep, tmp_path / "runs", processes=1)
-    for text in ("", "[]", '{"config": {}}', '{"config": {}, "results": [{"status": "complete"}]}'):
+    for text in ("", "[]", "{}", '{"results": [{"status": "complete"}]}'):
         (tmp_path / "runs" / RESULTS).write_text(text)
         with pytest.raises(DataError, match=r"results\.json: not the results of a sweep: .*; move it away: the runs"):
             run_sweep(sweep, tmp_path / "runs", processes=1)
     (tmp_path / "runs" / RESULTS).unlink()
     (tmp_path / "runs" / RESULTS).mkdir()
     with pytest.raises(StorageError, match=r"results\.json: cannot be written: .*; check the folder"):
-        write_results(tmp_path / "runs", sweep, {})
+        write_results(tmp_path / "runs", {})
 
 
 @pytest.mark.usefixtures("stub")
@@ -259,8 +258,67 @@ def test_results_of_other_overrides_are_not_taken(tmp_path):
     more = axes | {"seed": {"a": ["train.seed=1"], "c": ["train.seed=3"]}}
     assert len(run_sweep(read_sweep(write_sweep(tmp_path, axes=more)), tmp_path / "runs", processes=1)) == 2
     axes["seed"] = {"a": ["train.seed=4"]}
-    with pytest.raises(ConfigError, match=r"holds results with other overrides of 0\.1-a; give a new folder"):
+    with pytest.raises(ConfigError, match=r'runs.0.1-a.1: "train.seed=1" before, "train.seed=4" now'):
         run_sweep(read_sweep(write_sweep(tmp_path, axes=axes)), tmp_path / "runs", processes=1)
+
+
+EDITS = {
+    "base": ("base.toml", "lr = 0.01", "lr = 0.02", "config.optimizer.lr: 0.01 before, 0.02 now"),
+    "better": ("sweep.toml", 'better = "higher"', 'better = "lower"', 'settings.better: "higher" before, "lower" now'),
+    "stop": ("sweep.toml", "reached = 9.0", "reached = 8.0", "settings.stop.reached: 9.0 before, 8.0 now"),
+    "override": ("sweep.toml", '"train.seed=1"', '"train.seed=3"', 'runs.0.1-a.1: "train.seed=1" before'),
+}
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_files_are_refused_or_begin_what_they_change_anew(tmp_path, edit):
+    name, before, now, message = EDITS[edit]
+    axes = {"rate": {"0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
+    path = write_sweep(tmp_path, axes=axes, better="higher", stop={"reached": 9.0})
+    config = path.parent / read_sweep(path).config.config
+    config.rename(tmp_path / "base.toml")
+    config.write_text('base = "base.toml"\n')
+    folder = tmp_path / "runs"
+    run_sweep(read_sweep(path), folder, processes=1)
+    marker = folder / "0.1-a/marker"
+    marker.touch()
+    target = path if name == "sweep.toml" else tmp_path / name
+    assert before in target.read_text()
+    target.write_text(target.read_text().replace(before, now))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_sweep(read_sweep(path), folder, processes=1)
+    assert marker.exists()
+    run_sweep(read_sweep(path), folder, processes=1, restart_changed=True)
+    assert not marker.exists()
+    assert run_sweep(read_sweep(path), folder, processes=1)[0].status is Status.COMPLETE
+
+
+def test_runs_read_a_copy_of_their_config(tmp_path, monkeypatch):
+    seen = []
+
+    def command(config: Path, folder: Path, overrides: list[str]) -> list[str]:
+        seen.append(config)
+        return [sys.executable, "-c", RUN, str(folder), "0.1", "1"]
+
+    monkeypatch.setattr(runner, "train_command", command)
+    axes = {"rate": {"0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
+    sweep = read_sweep(write_sweep(tmp_path, axes=axes))
+    run_sweep(sweep, tmp_path / "runs", processes=1)
+    assert seen == [tmp_path / "runs/sweep-config.toml"]
+    assert load_run_config(seen[0], []) == load_run_config(sweep.run_config, [])
+
+
+def test_steps_after_the_newest_checkpoint_of_a_killed_run_do_not_count(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints/step-00000002").mkdir(parents=True)
+    (run / "checkpoints/step-00000002/manifest.json").touch()
+    (run / "checkpoints/step-00000003").mkdir()
+    (run / "metrics.jsonl").write_text("".join(record(step, **{GOAL: 0.1 * step}) for step in range(1, 5)))
+    remove_unsaved_steps(run)
+    watched = progress(tmp_path, (run / "metrics.jsonl").read_text().splitlines(keepends=True), reached=0.3)
+    assert (watched.steps, watched.status) == (2, None)
+    remove_unsaved_steps(tmp_path / "none")
 
 
 @pytest.mark.usefixtures("stub")

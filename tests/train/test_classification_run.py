@@ -141,9 +141,8 @@ def test_other_classes_are_other_samples(one_rank, tmp_path):
     folder, _ = one_rank
     config = folder.parent / "tiny.toml"
     shutil.copytree(folder, tmp_path / "run")
-    with pytest.raises(ConfigError, match="a different order of samples") as raised:
+    with pytest.raises(ConfigError, match=r"data\.classification\.first_class_id: 20 in the checkpoint, 19 now"):
         train_alone(config, tmp_path / "run", "train.steps=6", "data.classification.first_class_id=19")
-    assert "data.classification" in str(raised.value)
 
 
 @pytest.mark.parametrize(

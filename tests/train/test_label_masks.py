@@ -180,11 +180,11 @@ def test_mask_that_changes_between_start_and_resume_is_refused(tmp_path):
     original = mask.read_bytes()
     changed = original[:-9] + bytes([original[-9] ^ 1]) + original[-8:]
     message = (
-        r"step-00000005 was made with other label masks, so the same samples would have other labels; restore the mask "
-        r"files or start in a new run folder \(from these weights with train.initial_weights=\S+/run\):\n  label masks "
-        r"of the sources, by sha256: {} in the checkpoint, {} in the"
+        r"step-00000005 was made with other values, which a run must keep; restore them, or start in a new run folder "
+        r"\(from these weights with train.initial_weights=\S+/run\):\n  label masks of the sources, by sha256: {} in "
+        r"the checkpoint, {} now"
     )
-    some, none = r"{'train': \['[0-9a-f]{64}'\]}", "None"
+    some, none = r'{{"train": \["[0-9a-f]+\.\.\.', "not set"
     with process_group(CPU):
         train_here(config, tmp_path / "run", f"train.stop_after_steps={STOP}")
         mask.write_bytes(changed)
@@ -209,6 +209,6 @@ def test_mask_that_appears_is_refused_and_none_is_saved_without_one(tmp_path):
         assert LABEL_MASKS not in checkpoint.state()["order"]
         _masked_config(tmp_path)
         with pytest.raises(
-            ConfigError, match=r"label masks of the sources, by sha256: None in the checkpoint, {'train': \['"
+            ConfigError, match=r'label masks of the sources, by sha256: not set in the checkpoint, {"train": \["'
         ):
             train_here(config, tmp_path / "run")

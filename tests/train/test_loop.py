@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,15 +267,19 @@ def _other_config_on_rank_one(config: Path, folder: Path, overrides: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "difference"),
+    ("overrides", "value", "first"),
     [
-        (["optimizer.lr=1e-2", "optimizer.lr=2e-2"], "'lr = 0.02' against 'lr = 0.01'"),
-        (["parallel.tp=4", "parallel.tp=2", "parallel.tp=4", "parallel.tp=4"], "'tp = 2' against 'tp = 4'"),
+        (["optimizer.lr=1e-2", "optimizer.lr=2e-2"], "optimizer.lr = 0.02", "0.01"),
+        (["parallel.tp=4", "parallel.tp=2", "parallel.tp=4", "parallel.tp=4"], "parallel.tp = 2", "4"),
     ],
 )
-def test_ranks_with_different_configs_are_refused(config, tmp_path, overrides, difference):
+def test_ranks_with_different_configs_are_refused(config, tmp_path, overrides, value, first):
     messages = run_ranks(len(overrides), _other_config_on_rank_one, config, tmp_path / "run", overrides)
-    message = f"rank 1 has a different config than rank 0: {difference}; give every rank the same file and overrides"
+    host = socket.gethostname()
+    message = (
+        "ranks differ in what decides the run's numbers; give all of them the same installation, environment, config "
+        f"and files:\n  rank 1 ({host}) has {value}, rank 0 ({host}) {first}"
+    )
     assert messages == [message] * len(overrides)
 
 

@@ -1,55 +1,18 @@
-"""Checks before the first step: ranks with another environment, library or code are named with their values."""
+"""Checks before the first update: kernels that fail or differ on some ranks are named."""
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from megalin.errors import ConfigError, KernelError
+from megalin.errors import KernelError
 from megalin.ops.dispatch.backend import Choice
 from megalin.parallel.agreement import rank
 from megalin.train import run_log, start_checks
 from megalin.train.run_log import RunLog
-from megalin.train.start_checks import check_same_start, code_digest
 from megalin.train.step import apply_gradients
 from tests.ranks import run_ranks
-
-
-def _differing(rank_of_change: int) -> list[str]:
-    """Messages of all kinds of differences, of which rank `rank_of_change` is the only one to differ."""
-    found = []
-    other = rank() == rank_of_change
-    for environment, versions, digest in (
-        ({"MEGALIN_CACHE": "elsewhere"}, {}, None),
-        ({"MEGALIN_KERNELS": "reference"}, {}, None),
-        ({}, {"torch": "1.0"}, None),
-        ({}, {}, "abc"),
-    ):
-        with patch.dict(os.environ, environment if other else {}):
-            known = start_checks.versions()
-            with (
-                patch.object(start_checks, "versions", lambda: known | (versions if other else {})),  # noqa: B023
-                patch.object(start_checks, "code_digest", lambda: digest if other and digest else "def"),  # noqa: B023
-            ):
-                try:
-                    check_same_start()
-                    found.append("")
-                except ConfigError as error:
-                    found.append(str(error).partition("\n  ")[2])
-    return found
-
-
-def test_difference_between_ranks_is_named_with_its_values():
-    for messages in run_ranks(3, _differing, 2):
-        assert messages == [
-            "",
-            "rank 2 has MEGALIN_KERNELS = reference, rank 0 not set",
-            f"rank 2 has the version of torch = 1.0, rank 0 {torch.__version__}",
-            "rank 2 has the sha256 of megalin's code = abc, rank 0 def",
-        ]
 
 
 def _updated_weights(failing: dict[int, dict[str, str]]) -> tuple[bool, str]:
@@ -90,25 +53,6 @@ def test_a_kernel_that_fails_on_all_ranks_with_the_call_stops_none(monkeypatch):
         KernelError, match=r"fails on rank 1 \(off\), 2 of 3 ranks with this call, but passes on rank 0"
     ):
         start_checks.check_same_self_tests()
-
-
-def test_digest_of_the_code_follows_names_and_contents(tmp_path, monkeypatch):
-    (tmp_path / "__init__.py").write_text("")
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "a.cu").write_text("x")
-    monkeypatch.setattr("megalin.__file__", str(tmp_path / "__init__.py"))
-    found = set()
-    for change in (
-        lambda: None,
-        lambda: Path(tmp_path, "kernels", "a.cu").write_text("y"),
-        lambda: Path(tmp_path, "kernels", "a.cu").rename(tmp_path / "b.cu"),
-        lambda: Path(tmp_path, "b.py").write_text(""),
-    ):
-        change()
-        found.add(code_digest.__wrapped__())
-    assert len(found) == 4
-    (tmp_path / "notes.txt").write_text("no code")
-    assert code_digest.__wrapped__() in found
 
 
 def _warnings() -> list[str]:

@@ -103,6 +103,10 @@ class SentencePieceTokenizer:
             raise DataError(f"{path}: has neither an end of sentence nor {END_OF_DOCUMENT}; train it with one of them")
         self.eod_id = int(eod)
 
+    @property
+    def definition(self) -> str:
+        return hashlib.sha256(f"{self.digest} {self.eod_id}".encode()).hexdigest()
+
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
 
@@ -153,6 +157,10 @@ class TiktokenTokenizer:
             mergeable_ranks=ranks,
             special_tokens={END_OF_DOCUMENT: self.eod_id},
         )
+
+    @property
+    def definition(self) -> str:
+        return hashlib.sha256(f"{self.digest} {self.eod_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         with panics_as_data_errors(self.path, remedy=_LONG_RUN):

@@ -41,6 +41,8 @@ class Tokenizer(Protocol):
         vocab_size: one more than the largest id.
         eod_id: the id that ends a document; `encode` never returns it.
         digest: sha256, in hex, of the definition of the ids: equal digests give equal ids.
+        definition: the same of the definition's content alone, as vocabulary, special tokens and normalizer: equal for
+            files that differ in their form only.
     """
 
     @property
@@ -49,6 +51,8 @@ class Tokenizer(Protocol):
     def eod_id(self) -> int: ...
     @property
     def digest(self) -> str: ...
+    @property
+    def definition(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens unless it was loaded so; the text of a special token in it is
@@ -138,6 +142,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod_id = 256
     digest = hashlib.sha256(b"megalin byte tokenizer: 256 bytes, end of document 256").hexdigest()
+    definition = digest
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -226,6 +231,11 @@ class HuggingFaceTokenizer:
             f"{self.path}: has no token {END_OF_DOCUMENT}{others}; name the token that ends a document, as --eod-token "
             "or data.eod_token"
         )
+
+    @property
+    def definition(self) -> str:
+        content = json.dumps([json.loads(self._tokenizer.to_str()), self.eod_id], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def leading_special_ids(self) -> list[int]:
         """The ids that the file's post-processor puts before a text, such as BOS; empty without such."""

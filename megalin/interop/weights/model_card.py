@@ -8,6 +8,7 @@ from megalin.errors import StorageError
 from megalin.interop.weights.layout import CheckpointLayout
 from megalin.model.config import ModelConfig
 from megalin.train.config import RunConfig
+from megalin.train.identity_file import read_identity
 from megalin.train.jsonl import read_records
 
 FILE = "README.md"
@@ -41,6 +42,7 @@ def model_card(run: Path, config: RunConfig, layout: CheckpointLayout, *, step: 
         "learning rate": f"{config.optimizer.lr:g}, schedule {config.schedule.type}",
         "compute dtype": config.train.dtype,
         **_losses(run / "metrics.jsonl", step),
+        **_changes(run, step),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     code = _COPY_CODE if layout.format == "opennlplab" else ""
@@ -59,6 +61,16 @@ Licence: **to be chosen** by the publisher, here and in the header above.
 {code}
 Exported by megalin from a checkpoint of its run.
 """
+
+
+def _changes(run: Path, step: int) -> dict[str, str]:
+    """The values that changed during the run; the rows above have the last ones."""
+    identity = read_identity(run)
+    return {
+        f"since step {segment.step:,}": str(segment).partition(": ")[2]
+        for segment in ([] if identity is None else identity.segments)
+        if segment.step < step
+    }
 
 
 def _losses(path: Path, step: int) -> dict[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.layers.choices import NormKind
 from megalin.layers.config import MixerConfig
 from megalin.ops.choices import DenseForm, RelPEFrequencies
@@ -32,7 +33,7 @@ class DenseAttentionConfig(MixerConfig):
     its window, with windows shifted by half of one, so that the first has half a window."""
     window: int | None = pydantic.Field(default=None, gt=0)
     """Tokens of a window, for local kinds only; even for shifted_local."""
-    form: DenseForm = "auto"
+    form: Annotated[DenseForm, REPORTED] = "auto"
     """Order of the matmuls, which changes the result by rounding alone (section 3.1). linear: Q (K^T V), O(T D^2 / H).
     quadratic: (Q K^T) V, O(T^2 D), which context parallelism excludes. auto: the one with fewer operations."""
     relpe: Literal["cosine", "cosine_qk", "g2", "rope", "none"] = "cosine"

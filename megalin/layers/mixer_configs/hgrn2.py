@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.layers.choices import HeadNormKind
 from megalin.layers.config import MixerConfig
 
@@ -34,7 +35,7 @@ class HGRN2Config(MixerConfig):
     scan_scale: Literal["one", "inverse_sqrt"] = "one"
     """Factor on the scan's output. one: 1. inverse_sqrt: head width^(-1/2), as in flash-linear-attention's
     checkpoints. The norm after it cancels the factor but for eps."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
+    chunk_size: Annotated[int, REPORTED] = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:

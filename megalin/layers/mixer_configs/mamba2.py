@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.layers.choices import NormKind
 from megalin.layers.config import MixerConfig
 
@@ -28,7 +29,7 @@ class Mamba2Config(MixerConfig):
     """G, groups of heads, each with a B and C and a norm of its own; divides the heads. parallel.tp divides several."""
     conv_width: int = pydantic.Field(default=4, ge=2)
     """Taps of the short convolution, the current token included."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
+    chunk_size: Annotated[int, REPORTED] = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
     def shrink_for_verify(self, *, hidden_size: int, num_heads: int) -> Self:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.errors import ConfigError
 from megalin.layers.choices import DecayGateForm, DecaySide, NormKind, RecurrenceDecay, SlopeTable
 from megalin.layers.config import MixerConfig
@@ -71,7 +72,7 @@ class RecurrenceConfig(MixerConfig):
     """Norm of each head's output. rmsnorm: with a weight that all heads share. srmsnorm: without."""
     gate: Literal["silu", "sigmoid", "none"] = "silu"
     """Output gate act(x W_g), after the norm. none: no such matrix."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
+    chunk_size: Annotated[int, REPORTED] = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.layers.choices import NormKind
 from megalin.layers.config import MixerConfig
 
@@ -36,7 +37,7 @@ class RodimusConfig(MixerConfig):
     before it, as in the text (section 3.1.3)."""
     conv_width: int = pydantic.Field(default=4, ge=2)
     """Taps of the short convolution, the current token included."""
-    chunk_size: int = pydantic.Field(default=64, gt=0)
+    chunk_size: Annotated[int, REPORTED] = pydantic.Field(default=64, gt=0)
     """Tokens a chunk of the scan; the result does not depend on it."""
 
     @pydantic.model_validator(mode="after")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
+from megalin.config import REPORTED
 from megalin.layers.choices import NormKind
 from megalin.layers.config import MixerConfig
 
@@ -26,7 +27,7 @@ class SharedKeyAttentionConfig(MixerConfig):
     """Visible tokens, the token itself included (Rodimus+: half the training length)."""
     rope_base: float = pydantic.Field(default=10000.0, gt=1)
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
-    backend: Literal["auto", "mask"] = "auto"
+    backend: Annotated[Literal["auto", "mask"], REPORTED] = "auto"
     """Implementation of attention without a state. auto: as of `softmax`. mask: PyTorch's own with a T x T mask of
     packed documents, slow for long sequences; the host reads no documents, as train.cuda_graphs needs on several
     ranks."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import pydantic
 
-from megalin.config import Config
+from megalin.config import REPORTED, Change, Config
 from megalin.layers.config import MixerConfig
 from megalin.ops.choices import AttentionBackend
 
@@ -14,6 +14,7 @@ from megalin.ops.choices import AttentionBackend
 class RopeScalingConfig(Config):
     """Division of the frequencies of rotary positions, as in models trained on longer texts after their pretraining."""
 
+    on_change: ClassVar[Change | None] = "refused"
     type: Literal["linear", "llama3"]
     """linear: all frequencies. llama3: the low ones, with a transition between two wavelengths (LLaMA 3.1)."""
     factor: float = pydantic.Field(gt=0)
@@ -65,7 +66,7 @@ class SoftmaxConfig(MixerConfig):
     """Base of the rotary frequencies base^(-2 j / head width), radians a token."""
     rope_scaling: RopeScalingConfig | None = None
     """Change of the rotary frequencies for longer texts; left out: none."""
-    backend: AttentionBackend = "auto"
+    backend: Annotated[AttentionBackend, REPORTED] = "auto"
     """Implementation of attention without a state. sdpa: PyTorch's own, cuDNN or FlashAttention-2 where they run.
     flash_attn, flash_attn_4: the packages flash-attn and flash-attn-4, on CUDA in bf16 or fp16; training refuses to go
     on without the one that is asked for. auto: flash_attn_4 where it is installed on Hopper GPUs, but for sequences of

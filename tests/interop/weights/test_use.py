@@ -125,7 +125,7 @@ def test_training_starts_from_imported_weights(tmp_path: Path, capsys: pytest.Ca
     overrides += ["train.steps=2", "train.global_batch_size=2", "optimizer.lr=1e-12", "optimizer.weight_decay=0.0"]
     initial = f"train.initial_weights={tmp_path / 'back'}"
     assert _command("train", tmp_path / "back/config.toml", *overrides, initial, "--folder", tmp_path / "back") == 2
-    assert "but the run started from imported weights and continues from" in capsys.readouterr().err
+    assert "train.initial_weights: not set in the checkpoint" in capsys.readouterr().err
     assert _command("train", tmp_path / "back/config.toml", *overrides, initial, "--folder", tmp_path / "new") == 0
     taken = len(weights(model))
     assert f"step-00000000: {taken} tensors taken, 0 tiled, 0 new, 0 left" in capsys.readouterr().out
