@@ -37,6 +37,7 @@ def _lm_eval(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="parallel.tp=2: ranks that share the weights (1)")
     add("--tasks", nargs="+", required=True, metavar="TASK", help="lm-eval's tasks or groups, or patterns")
     add("--include-path", type=Path, metavar="FOLDER", help="folder with further task files (YAML)")
+    add("--trust-task-code", action="store_true", help="let the files of --include-path run code, which they need")
     add("--no-default-tasks", action="store_true", help="know the tasks of --include-path only, which starts at once")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's)")
     add("--limit", type=int, metavar="N", help="only the first N questions of each task")
