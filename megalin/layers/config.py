@@ -93,7 +93,7 @@ def config_class(name: str, mixers: Collection[str] = ()) -> type[MixerConfig]:
         if not (isinstance(cls, type) and issubclass(cls, MixerConfig)):
             raise ConfigError(f"type = {name!r}: this module has no CONFIG; set CONFIG to the class of its config")
         return cls
-    found: type[MixerConfig] = importlib.import_module(f"{mixer_configs.__name__}.{name}").CONFIG
+    found: type[MixerConfig] = importlib.import_module(f"megalin.layers.mixer_configs.{name}").CONFIG
     return found
 
 
