@@ -13,6 +13,7 @@ from megalin.__main__ import main
 from megalin.commands.arguments.groups import GROUPS
 from megalin.errors import ConfigError, MegalinError
 from megalin.layers.external_mixers import VARIABLE, external_module
+from megalin.model.config import parse_model
 from tests.downloaded_run import PACKAGE, TYPE, forge, planted
 
 OPTION = f"--mixers {PACKAGE}"
@@ -40,6 +41,16 @@ READ_CONFIGS = {
     "train": "train RUN/config.toml --folder OUT",
     "launch": "launch --nproc-per-node 1 RUN/config.toml --folder OUT",
 }
+WRAPPER = """
+from typing import Literal
+
+from megalin.layers.config import MixerConfig, SublayerConfig
+
+
+class CONFIG(MixerConfig):
+    type: Literal["downloaded.wrapper"] = "downloaded.wrapper"
+    inner: list[SublayerConfig]
+"""
 FROM_USERS_CONFIG = ("initial_weights", "branch_from", "resume")
 """Commands that read the run's checkpoint, but not its config.toml."""
 FUNCTIONS: dict[str, Callable[[Path], object]] = {
@@ -162,3 +173,16 @@ def test_a_module_is_imported_under_the_names_given_alone(mark):
             external_module(TYPE, names)
     assert not mark.exists()
     assert external_module(TYPE, [TYPE]).__name__ == TYPE
+
+
+def test_a_mixer_inside_a_named_mixer_is_not_imported(mark):
+    """Wrappers hold sub-layers in lists; the names given hold at every depth."""
+    (mark.parent / PACKAGE / "wrapper.py").write_text(WRAPPER)
+    outer = {"type": f"{PACKAGE}.wrapper", "inner": [{"type": "glu", "intermediate_size": 8}]}
+    outer["inner"].append(outer | {"inner": [{"type": TYPE, "intermediate_size": 8}]})
+    table = {"vocab_size": 8, "hidden_size": 8, "layers": [{"sublayers": [outer]}]}
+    with pytest.raises(ConfigError, match=rf"sublayers\.0\.inner\.1\.inner\.0\.type = '{TYPE}': .*{OPTION}"):
+        parse_model(table, "a run", [f"{PACKAGE}.wrapper"])
+    assert not mark.exists()
+    parse_model(table, "a run", [PACKAGE])
+    assert mark.exists()
