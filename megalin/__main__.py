@@ -15,6 +15,7 @@ from megalin.commands.arguments.parser import build_parser
 from megalin.commands.early_sigterm import EarlySigterm
 from megalin.errors import MegalinError
 from megalin.launch import adopt_launcher
+from megalin.layers.external_mixers import imported_mixers
 from megalin.terminal_output import ClosedOutputError, discard_output, escaped_output, flush_output
 
 INTERRUPTED = 130
@@ -76,7 +77,8 @@ def _run(parsed: argparse.Namespace) -> int:
         gc.enable()
     # A tensor sharded over two axes is gathered by two all-gathers; torch warns of it at every checkpoint and report.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return int(command.run(parsed))
+    with imported_mixers(getattr(parsed, "mixers", [])):
+        return int(command.run(parsed))
 
 
 def data_command(name: str) -> Callable[[list[str] | None], int]:

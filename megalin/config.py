@@ -82,14 +82,17 @@ def translate_renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+def parse(cls: type[ConfigT], values: Mapping[str, Any], source: str, *, context: object = None) -> ConfigT:
     """Validates `values` as a `cls`.
+
+    Args:
+        context: passed to the validators; that of mixers reads it (megalin/layers/config.py).
 
     Raises:
         ConfigError: one line per problem (field, value, rule, remedy), after `source`, the origin of the values.
     """
     try:
-        return cls.model_validate(dict(values))
+        return cls.model_validate(dict(values), context=context)
     except pydantic.ValidationError as error:
         lines = problems(cls, error)
         shown = [f"  {line}" for line in lines[:_MOST_PROBLEMS]]

@@ -43,7 +43,7 @@ def values(**changes: Any) -> dict[str, Any]:
 
 def message(table: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as raised:
-        parse(Run, table, "run.toml")
+        parse(Run, table, "run.toml", context=["tests.mixers"])
     return str(raised.value)
 
 

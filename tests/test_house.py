@@ -36,7 +36,19 @@ BANNED_CALLS = {
     "yaml.load",
     "yaml.unsafe_load",
     "tempfile.mktemp",
+    "__import__",
+    "pydoc.locate",
+    "runpy.run_path",
+    "runpy.run_module",
+    "importlib.util.spec_from_file_location",
 }
+IMPORT_BY_NAME = (
+    "megalin/layers/external_mixers.py",  # decides on modules that configs name
+    "megalin/optional.py",  # of megalin's extras
+    "megalin/__init__.py",  # of its table of public names
+    "megalin/ops/dispatch/backend.py",  # of the package megalin.ops
+)
+"""Files that import modules by names from elsewhere than their own text."""
 # keyword -> (call, or None for any; the only values that are safe, None = absent)
 SAFE_KEYWORDS = {
     "weights_only": ("torch.load", {True}),
@@ -174,6 +186,17 @@ def unsafe_calls(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: calls {called or 'something'} with unsafe {keyword}"
 
 
+def imports_by_name(tree: ast.Module) -> Iterator[str]:
+    """Imports whose name is neither a constant nor begins with one that keeps it in this package."""
+    aliases = _aliases(tree)
+    for node in _nodes(tree):
+        if isinstance(node, ast.Call) and _dotted(node.func, aliases) == "importlib.import_module":
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            start = name.value if isinstance(name, ast.Constant) else ""
+            if not start or (name is not node.args[0] and not start.startswith("megalin.")):
+                yield f"{node.lineno}: imports a module by a name from elsewhere"
+
+
 def broad_excepts(tree: ast.Module) -> Iterator[str]:
     """Handlers of everything, but those that raise again, or name the cause of what one call raised."""
     for node in _nodes(tree):
@@ -228,6 +251,10 @@ PLANTED = [
     (unsafe_calls, "import yaml\nyaml.load(f)\n", "calls yaml.load"),
     (unsafe_calls, "import tempfile\ntempfile.mktemp()\n", "calls tempfile.mktemp"),
     (unsafe_calls, "server.bind(('0.0.0.0', 80))\n", "listens to every network"),
+    (unsafe_calls, "__import__(name)\n", "calls __import__"),
+    (imports_by_name, "import importlib\nimportlib.import_module(name)\n", "2: imports a module by a name"),
+    (imports_by_name, "import importlib\nimportlib.import_module(f'{name}.x')\n", "imports a module by a name"),
+    (imports_by_name, "from importlib import import_module as f\nf(f'me{name}')\n", "imports a module by a name"),
     (broad_excepts, "try:\n    f()\nexcept:\n    pass\n", "3: catches everything"),
     (broad_excepts, "try:\n    f()\nexcept Exception:\n    pass\n", "catches everything"),
     (broad_excepts, "try:\n    f()\nexcept Exception as e:\n    raise A from None\n", "catches everything"),
@@ -237,6 +264,7 @@ PLANTED = [
 ]
 
 CLEAN = '''"""A file that keeps every rule."""
+import importlib
 import os
 import subprocess
 import numpy as np
@@ -244,6 +272,8 @@ import torch
 
 def f(model, path):
     model.eval()
+    importlib.import_module("triton")
+    importlib.import_module(f"megalin.commands.{path}")
     try:
         np.load(path)
         np.load(path, allow_pickle=False)
@@ -305,6 +335,7 @@ RULES: dict[Check, tuple[tuple[str, ...], tuple[str, ...]]] = {
     rank_names: (("megalin/layers/", "megalin/model/"), ()),
     distributed_imports: (("megalin/",), KNOW_RANKS),
     unsafe_calls: (CODE, ()),
+    imports_by_name: (("megalin/",), IMPORT_BY_NAME),
     broad_excepts: (CODE, ()),
 }
 """Folders whose files keep a rule, and those of them that need not."""

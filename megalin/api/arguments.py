@@ -12,11 +12,12 @@ import torch
 from megalin.config import parse
 from megalin.errors import ConfigError
 from megalin.generation import DtypeName
+from megalin.layers.external_mixers import external_types
 from megalin.model.config import AnyModelConfig, EncoderConfig, ModelConfig, parse_model
 from megalin.model.presets import expand_preset, preset_table
 from megalin.parallel.process_group import compute_device
-from megalin.train.config import RunConfig
-from megalin.train.config_file import read_config, resolve
+from megalin.train.config import RunConfig, load_run_config
+from megalin.train.config_file import own_mixers, read_config, resolve
 
 ModelSource = AnyModelConfig | RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 """A model: its config, that of a run, a table of either, a preset's name, or the path of a config file (.toml)."""
@@ -50,13 +51,13 @@ def read_model(source: ModelSource) -> AnyModelConfig:
 
 def _model_of(values: Mapping[str, Any], name: str) -> AnyModelConfig:
     if "model" not in values:
-        return parse_model(expand_preset(values), name)
+        return parse_model(expand_preset(values), name, list(external_types(values)))
     table = resolve(values, ())["model"]
     if isinstance(table, ModelConfig | EncoderConfig):
         return table
     if not isinstance(table, Mapping):
         raise ConfigError(f"{name}: model = {table!r} is not a table; give its keys as a dict")
-    return parse_model(table, name)
+    return parse_model(table, name, own_mixers(name, table))
 
 
 def read_run(source: RunSource) -> RunConfig:
@@ -69,9 +70,9 @@ def read_run(source: RunSource) -> RunConfig:
         case RunConfig():
             return source
         case Mapping():
-            return parse(RunConfig, resolve(source, ()), "the run's config")
+            return parse(RunConfig, resolve(source, ()), "the run's config", context=list(external_types(source)))
         case str() | os.PathLike():
-            return parse(RunConfig, resolve(read_config(Path(source)), ()), str(source))
+            return load_run_config(Path(source), ())
     raise ConfigError(f"{source!r} is no run's config; give a RunConfig, a dict, or the path of a .toml file")
 
 

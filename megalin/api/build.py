@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: DtypeName | torch.dtype | None = None,
+    mixers: Collection[str] = (),
 ) -> CausalLM:
     """Loads the model of a run, in eval mode, with the run's tokenizer; a run of any mesh, in one process.
 
@@ -85,16 +87,19 @@ def load(
         step: finished steps of the checkpoint; None: the newest one.
         device: as for `build_model`.
         dtype: of the weights; None: train.dtype, in which the run computes. Use "float32" to train on.
+        mixers: packages whose mixers the run's config may name as their `type`; they are imported and run code. Those
+            that this process has imported need not be named, and neither do megalin's own.
 
     Raises:
-        ConfigError: not a run folder, a run of an encoder, or a device or dtype that there is not.
+        ConfigError: not a run folder, a run of an encoder, a mixer of another package that `mixers` does not name, or a
+            device or dtype that there is not.
         CheckpointError: no checkpoint (of this step), or one that does not verify.
         DataError: a missing or invalid tokenizer.
     """
     folder = Path(folder)
     if not (folder / CONFIG_NAME).is_file():
         raise ConfigError(f"{folder}: not a run folder, it has no {CONFIG_NAME}; give one that `megalin train` made")
-    run, checkpoint = open_run(folder, step=step)
+    run, checkpoint = open_run(folder, step=step, mixers=mixers)
     config, place = _decoder(run.model, f"{folder}: its model"), read_device(device)
     tokenizer = None if run.data.tokenizer is None else load_tokenizer(run.data.tokenizer, run.data.eod_token)
     model = load_whole_model(config, run.train, checkpoint, place, dtype=None if dtype is None else read_dtype(dtype))

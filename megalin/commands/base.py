@@ -13,7 +13,7 @@ from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import preset_table
 from megalin.parallel.config import ParallelConfig
-from megalin.train.config_file import read_config, resolve
+from megalin.train.config_file import own_mixers, read_config, resolve
 
 if TYPE_CHECKING:
     from megalin.train.open_run import Steps
@@ -67,4 +67,5 @@ def model_from(name: str, overrides: Sequence[str]) -> AnyModelConfig:
     Raises:
         ConfigError: as `read_values`, or an invalid model.
     """
-    return parse_model(read_values(name, overrides, keys=["model.*"])["model"], Path(name).name)
+    table = read_values(name, overrides, keys=["model.*"])["model"]
+    return parse_model(table, Path(name).name, own_mixers(name, table))

@@ -25,6 +25,7 @@ SUITE = "lm-eval"
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
+    _check_trust(arguments)
     parallel = generation_mesh(arguments.overrides)
     check_world_size(parallel, launched().world_size)
     device = compute_device()
@@ -38,7 +39,7 @@ def evaluate_on_ranks(arguments: argparse.Namespace, mesh: Mesh) -> None:
     try:
         from megalin.evaluation.lm_eval_adapter import LmEvalOptions, MegalinModel, evaluate_tasks
     except ImportError as error:
-        if (error.name or "").partition(".")[0].startswith("megalin"):
+        if (error.name or "").partition(".")[0] == "megalin":
             raise
         raise ConfigError(
             f"lm-eval needs a package that is not installed ({error.name}): pip install megalin[eval]"
@@ -64,6 +65,18 @@ def evaluate_on_ranks(arguments: argparse.Namespace, mesh: Mesh) -> None:
         "dtype": arguments.dtype or run.config.train.dtype,
     }
     on_rank_zero(partial(_report, arguments, run.checkpoint.step, results, settings))
+
+
+def _check_trust(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for task files whose code the user has not allowed to run."""
+    if (arguments.include_path is not None) == arguments.trust_task_code:
+        return
+    if arguments.trust_task_code:
+        raise ConfigError("--trust-task-code has no effect without --include-path; leave it out")
+    raise ConfigError(
+        f"--include-path {arguments.include_path}: task files run code, by !function, by templates, which lm-eval "
+        "renders without a sandbox, and by data sets of pickles; if you trust the folder, add --trust-task-code"
+    )
 
 
 def _check_output(output: Path | None) -> None:

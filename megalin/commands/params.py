@@ -16,6 +16,7 @@ from megalin.errors import ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.presets import load_preset, preset_families, preset_names
 from megalin.terminal_output import terminal
+from megalin.train.config_file import own_mixers
 
 if TYPE_CHECKING:
     from megalin.model.counts import Counts
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     values = read_values(arguments.model, arguments.overrides, keys=["model.*"])
     length = length or _length_of(values) or DEFAULT_LENGTH
-    counted = _count(parse_model(values["model"], arguments.model), length)
+    counted = _count(parse_model(values["model"], arguments.model, own_mixers(arguments.model, values)), length)
     if arguments.json:
         print(json.dumps(_object(arguments.model, counted, length)))
         return 0

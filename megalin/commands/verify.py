@@ -16,6 +16,7 @@ from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import check_device, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
 from megalin.parallel.ranks import run_ranks
+from megalin.train.config_file import own_mixers
 from megalin.verify.case import Case, check_full_size, make_case
 from megalin.verify.grid import GridMesh, layouts, print_grid, run_grid
 from megalin.verify.run import print_faults, print_rows, self_test, verify
@@ -70,7 +71,7 @@ def _read_config(arguments: argparse.Namespace) -> _VerifyConfig:
     read = {name: table for name, table in values.items() if name in _VerifyConfig.model_fields}
     if isinstance(train := read.get("train"), dict):
         read["train"] = {name: value for name, value in train.items() if name in _TrainConfig.model_fields}
-    return parse(_VerifyConfig, read, arguments.config)
+    return parse(_VerifyConfig, read, arguments.config, context=own_mixers(arguments.config, read))
 
 
 def _make_case(

@@ -17,8 +17,7 @@ from megalin.model.build import check_divisions
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
-from megalin.train.config import RunConfig, load_run_config
-from megalin.train.config_file import CONFIG_NAME
+from megalin.train.config import RunConfig, load_saved_config
 from megalin.train.identity import config_entries
 from megalin.train.identity_file import value_text
 from megalin.train.validation import AnyEvaluation, bytes_per_token, evaluate
@@ -64,7 +63,7 @@ def held_out_name(folder: Path, config: RunConfig, split: SplitName) -> str:
     Raises:
         ConfigError: the config of the run does not parse.
     """
-    own, found = (_data_values(each, split) for each in (load_run_config(folder / CONFIG_NAME, []), config))
+    own, found = (_data_values(each, split) for each in (load_saved_config(folder, []), config))
     changed = [f"{name}={value_text(found[name])}" for name in found if own.get(name) != found[name]]
     return f"{split} with {', '.join(changed)}" if changed else split
 

@@ -16,6 +16,7 @@ from megalin.planner.estimate import Estimator
 from megalin.planner.hardware import Hardware
 from megalin.planner.workload import layout_of, workload_of
 from megalin.train.config import RunConfig
+from megalin.train.config_file import own_mixers
 from megalin.train.launch_checks import check_launch
 
 SEARCH = "search"
@@ -128,7 +129,7 @@ def _base(ladder: Ladder, mixer: str, values: dict[str, Any]) -> RunConfig:
     base = _with(values, train={"steps": 1, "global_batch_size": 1, "micro_batch_size": 1}, optimizer={"lr": 1.0})
     if isinstance(model := values.get("model"), dict) and model.get("kind") == "encoder":
         raise ConfigError(f'{ladder.path}: model.kind = "encoder" in the config of {mixer}; a ladder trains decoders')
-    config = parse(RunConfig, base, f"{ladder.run_config} of {mixer}")
+    config = parse(RunConfig, base, f"{ladder.run_config} of {mixer}", context=own_mixers(ladder.run_config, base))
     if not config.data.has("validation"):
         raise ConfigError(
             f"{ladder.path}: no held-out split in the config of {mixer}, whose loss a ladder compares; give it "

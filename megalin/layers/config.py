@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -14,6 +14,7 @@ from megalin.config import Change, Config, NestedConfigError, problems, suggest
 from megalin.errors import ConfigError
 from megalin.layers import mixer_configs
 from megalin.layers.choices import NormKind
+from megalin.layers.external_mixers import external_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,25 +82,38 @@ def mixer_types() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(mixer_configs.__path__)))
 
 
-def config_class(name: str) -> type[MixerConfig]:
+def config_class(name: str, mixers: Collection[str] = ()) -> type[MixerConfig]:
     """The config class of the mixer with this `type`: CONFIG of its module in megalin.layers.mixer_configs, or of the
-    module elsewhere that the dotted path names."""
-    cls: type[MixerConfig] = importlib.import_module(name if "." in name else f"{mixer_configs.__name__}.{name}").CONFIG
-    return cls
+    module elsewhere that the dotted path names.
+
+    Raises:
+        ConfigError: as `external_module`, of which `mixers` is an argument; a module without a CONFIG.
+    """
+    if "." in name:
+        cls = vars(external_module(name, mixers)).get("CONFIG")
+        if not (isinstance(cls, type) and issubclass(cls, MixerConfig)):
+            raise ConfigError(f"type = {name!r}: this module has no CONFIG; set CONFIG to the class of its config")
+        return cls
+    found: type[MixerConfig] = importlib.import_module(f"megalin.layers.mixer_configs.{name}").CONFIG
+    return found
 
 
 def mixer_class(name: str) -> type[Mixer]:
     """The class of the mixer with this `type`: MIXER of its module in megalin.layers.mixers, or of the module elsewhere
-    that the dotted path names. Imported here, since it needs torch and a config does not."""
-    module = importlib.import_module(name if "." in name else f"megalin.layers.mixers.{name}")
+    that the dotted path names. Imported here, since it needs torch and a config does not. Only configs of this type
+    have this name, so the user named it, or this process imported it, when the first one was made."""
+    module = external_module(name, [name]) if "." in name else importlib.import_module(f"megalin.layers.mixers.{name}")
     if not hasattr(module, "MIXER"):
         raise ConfigError(f"type = {name!r}: this module has no MIXER; set MIXER to the class of its mixer")
     cls: type[Mixer] = module.MIXER
     return cls
 
 
-def _resolve(values: Any) -> Any:
-    """A table with a `type` -> an instance of that mixer's config class; an instance is returned unchanged."""
+def _resolve(values: Any, info: pydantic.ValidationInfo) -> Any:
+    """A table with a `type` -> an instance of that mixer's config class; an instance is returned unchanged.
+
+    The validation's context: modules and packages of mixers that the user named, as for `external_module`.
+    """
     if not isinstance(values, Mapping):
         return values
     name = values.get("type")
@@ -108,11 +122,11 @@ def _resolve(values: Any) -> Any:
     if name not in mixer_types() and "." not in name:
         raise NestedConfigError([f"type = {name!r}: there is no such mixer; {suggest(name, mixer_types())}"])
     try:
-        cls = config_class(name)
-    except ModuleNotFoundError as error:
-        raise NestedConfigError([f"type = {name!r}: {error}; give a module that can be imported"]) from None
+        cls = config_class(name, info.context or ())
+    except ConfigError as error:
+        raise NestedConfigError([str(error)]) from None
     try:
-        return cls.model_validate(dict(values))
+        return cls.model_validate(dict(values), context=info.context)
     except pydantic.ValidationError as error:
         raise NestedConfigError(problems(cls, error)) from None
 

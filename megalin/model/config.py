@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -254,14 +254,21 @@ def max_positions_key(model: AnyModelConfig) -> str:
     return f"{'model' if found is None else found[0]}.max_positions"
 
 
-def parse_model(values: Mapping[str, Any], source: str) -> AnyModelConfig:
-    """The model config in a table, by its `kind`. Raises ConfigError as `parse` does."""
+def parse_model(values: Mapping[str, Any], source: str, mixers: Collection[str] = ()) -> AnyModelConfig:
+    """The model config in a table, by its `kind`.
+
+    Args:
+        mixers: of other packages, which may be imported (`external_module`).
+
+    Raises:
+        ConfigError: as `parse` does.
+    """
     if values.get("kind") == "encoder":
-        return parse(EncoderConfig, values, source)
-    return parse(ModelConfig, values, source)
+        return parse(EncoderConfig, values, source, context=mixers)
+    return parse(ModelConfig, values, source, context=mixers)
 
 
-def _resolve(values: Any) -> Any:
+def _resolve(values: Any, info: pydantic.ValidationInfo) -> Any:
     """A table -> an instance of the class of its `kind`; an instance is returned unchanged."""
     if isinstance(values, StackConfig):
         return values
@@ -269,7 +276,7 @@ def _resolve(values: Any) -> Any:
         raise ValueError(f"{values!r} is not a table; write it as [model] with its keys below")
     cls = EncoderConfig if values.get("kind") == "encoder" else ModelConfig
     try:
-        return cls.model_validate(dict(values))
+        return cls.model_validate(dict(values), context=info.context)
     except pydantic.ValidationError as error:
         raise NestedConfigError(problems(cls, error)) from None
 

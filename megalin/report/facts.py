@@ -9,6 +9,7 @@ from typing import Any
 from megalin.config import translate_renamed
 from megalin.errors import ConfigError
 from megalin.generation.decoder import grows
+from megalin.layers.external_mixers import external_module, external_types
 from megalin.model.build import make_model
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.model.counts import count
@@ -60,9 +61,12 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _read_model(config: dict[str, Any]) -> AnyModelConfig | None:
+    """The model of a config; None where this version cannot read it. Raises ConfigError as `external_module` does."""
     table = config.get("model")
     if not isinstance(table, dict):
         return None
+    for name in external_types(table):
+        external_module(name)
     try:
         return parse_model(translate_renamed({"model": table})["model"], "config.toml")
     except ConfigError:

@@ -18,7 +18,7 @@ from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.scaling_laws.paper_counts import paper_counts
 from megalin.scaling_laws.points import Point
-from megalin.train.config import RunConfig, load_run_config
+from megalin.train.config import RunConfig, load_saved_config
 from megalin.train.curves import finite
 from megalin.train.jsonl import read_records
 
@@ -133,7 +133,7 @@ def _is_run(folder: Path) -> bool:
 
 def _read(path: Path, counts: Counts, name: str | None) -> MeasuredRun:
     """`name`: of its mixer, if a ladder gives one."""
-    config = load_run_config(path / "config.toml", [])
+    config = load_saved_config(path, [])
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(f"{path}: an encoder, whose loss is of masked tokens; give runs of decoders")
     model = make_model(config.model)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
+from megalin.layers.external_mixers import external_types
 from megalin.sweep.config import SEARCH, Sweep, parse_sweep
 from megalin.sweep.progress import Status
 from megalin.sweep.results import Result, goal_value, run_name
@@ -42,6 +43,12 @@ def make_cell(sweep: Sweep, values: Mapping[str, str], stage: str = "") -> Cell:
         own = (each for each in config.repetitions if each.of.items() <= values.items() and stage in each.runs)
         overrides += next(own).runs[stage]
     return Cell(ordered, overrides, stage)
+
+
+def external_mixers(sweep: Sweep, cell: Cell) -> list[str]:
+    """The mixers of other packages in a run's config."""
+    model = load_run_config(sweep.run_config, cell.overrides).model
+    return list(dict.fromkeys(external_types(model.model_dump())))
 
 
 def groups(sweep: Sweep) -> Iterator[list[Cell]]:

@@ -13,7 +13,7 @@ from megalin.errors import ConfigError, PreemptedError
 from megalin.files import storage_errors
 from megalin.sweep.config import SEARCH, EvaluationsConfig, Sweep
 from megalin.sweep.frozen import freeze
-from megalin.sweep.order import Cell, all_cells, expected_seconds, ordered_cells
+from megalin.sweep.order import Cell, all_cells, expected_seconds, external_mixers, ordered_cells
 from megalin.sweep.process import RunProcess, ended_with, environments, train_command
 from megalin.sweep.progress import Progress, Status, remove_unsaved_steps
 from megalin.sweep.results import Result, evaluation_values, read_results, write_results
@@ -29,6 +29,7 @@ class _Running:
         self.cell, self._folder, self._environment = cell, folder / cell.name, environment
         self._evaluations = None if cell.stage == SEARCH else sweep.config.evaluations
         remove_unsaved_steps(self._folder)
+        self._mixers = external_mixers(sweep, cell) if self._evaluations else []
         self.progress = Progress(sweep.config, cell.values, self._folder / "metrics.jsonl")
         self._log = folder / f"{cell.name}.log"
         with storage_errors(self._log):
@@ -55,7 +56,7 @@ class _Running:
         if self._evaluations is None or result.status in (Status.CUT, Status.FAILED):
             return result
         self._trained = result
-        self._start(evaluate_command(self._folder, self._evaluations))
+        self._start(evaluate_command(self._folder, self._evaluations, self._mixers))
         return None
 
     def end(self, status: Status) -> None:
@@ -102,9 +103,10 @@ class _Running:
         return trained._replace(status=Status.FAILED, error=self._process.error(code))
 
 
-def evaluate_command(folder: Path, evaluations: EvaluationsConfig) -> list[str]:
-    """The command of a run's evaluations, as a user would give it."""
-    return [sys.executable, "-m", "megalin", "eval", str(folder), *evaluations.arguments()]
+def evaluate_command(folder: Path, evaluations: EvaluationsConfig, mixers: Sequence[str]) -> list[str]:
+    """The command of a run's evaluations, as a user would give it. `mixers`: of other packages, in the run's config."""
+    named = [f"--mixers={name}" for name in mixers]
+    return [sys.executable, "-m", "megalin", "eval", str(folder), *evaluations.arguments(), *named]
 
 
 def run_sweep(

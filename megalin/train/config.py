@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -14,7 +14,7 @@ from megalin.data.config import DataConfig
 from megalin.model.config import EncoderConfig, ModelField, max_positions_key
 from megalin.optim.config import OptimizerConfig, ScheduleConfig
 from megalin.parallel.config import ParallelConfig
-from megalin.train.config_file import read_config, resolve
+from megalin.train.config_file import CONFIG_NAME, own_mixers, read_config, resolve
 from megalin.train.encoder_data import encoder_data_problems
 from megalin.train.evaluation_config import EvaluationConfig
 from megalin.train.graph_choice import config_obstacles
@@ -252,9 +252,18 @@ class RunConfig(Config):
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
-    """Reads a config file with its base, expands the model's preset and applies dotted overrides.
+    """Reads the user's config file with its base, expands the model's preset and applies dotted overrides. Mixers of
+    other packages that it names are imported.
 
     Raises:
         ConfigError: naming every problem at once.
     """
-    return parse(RunConfig, resolve(read_config(path), overrides), str(path))
+    values = resolve(read_config(path), overrides)
+    return parse(RunConfig, values, str(path), context=own_mixers(path, values))
+
+
+def load_saved_config(folder: str | Path, overrides: Sequence[str], mixers: Collection[str] = ()) -> RunConfig:
+    """Reads the config of a run folder, as `load_run_config`; of mixers of other packages only `mixers` are imported
+    (`external_module`)."""
+    path = Path(folder) / CONFIG_NAME
+    return parse(RunConfig, resolve(read_config(path), overrides), str(path), context=mixers)

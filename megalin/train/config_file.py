@@ -8,6 +8,7 @@ from typing import Any
 
 from megalin.config import apply_overrides, read_toml, translate_renamed
 from megalin.errors import ConfigError
+from megalin.layers.external_mixers import external_types
 from megalin.model.presets import expand_preset
 
 CONFIG_NAME = "config.toml"
@@ -27,9 +28,23 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: as `read_toml` does; a file that is its own base, or one of the keys of another type.
     """
-    values, path = _read_with_base(Path(path), []), Path(path)
-    is_saved = path.name == CONFIG_NAME and (path.parent / CHECKPOINTS_NAME).is_dir()
-    return translate_renamed(values) if is_saved else values
+    values = _read_with_base(Path(path), [])
+    return translate_renamed(values) if _is_saved(Path(path)) else values
+
+
+def _is_saved(path: Path) -> bool:
+    """True for a run folder's own config.toml."""
+    return path.name == CONFIG_NAME and (path.parent / CHECKPOINTS_NAME).is_dir()
+
+
+def own_mixers(path: str | Path, values: Mapping[str, Any]) -> list[str]:
+    """Mixers of other packages that the user's config names: the user's own words, which may be imported. A run
+    folder's own config, which may be a downloaded one, is none of the user's: empty.
+
+    Args:
+        values: of the file `path`, as `resolve` returns them, or of its table `model`.
+    """
+    return [] if _is_saved(Path(path)) else list(external_types(values))
 
 
 def resolve(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

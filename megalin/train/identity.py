@@ -34,7 +34,7 @@ _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
 _KERNEL_MODULES = ("triton", "megalin._C", "apex")
 _EXTENSIONS = {"megalin._index": "csrc/cpu", "megalin._C": "csrc/cuda"}
 """Folder of the sources of each extension in a checkout."""
-_OF_HOSTS = ("MEGALIN_CACHE", "MEGALIN_HEARTBEATS")  # places, which may differ between hosts and starts
+_NOT_COMPARED = ("MEGALIN_CACHE", "MEGALIN_HEARTBEATS", "MEGALIN_MIXERS")  # change no number
 _EVERY_STEP = 10**12  # the most that a run may have
 _MOST_LINES = 8
 
@@ -103,7 +103,7 @@ def program_entries() -> dict[str, Entry]:
     """The installation of this process, so far as it changes what is computed: code, versions, extensions, kernels."""
     found = {f"version of {name}": str(version) for name, version in versions().items()}
     found |= {
-        name: value for name, value in os.environ.items() if name.startswith("MEGALIN_") and name not in _OF_HOSTS
+        name: value for name, value in os.environ.items() if name.startswith("MEGALIN_") and name not in _NOT_COMPARED
     }
     found |= {f"{name} for kernels": "installed" for name in _KERNEL_MODULES if importlib.util.find_spec(name)}
     found |= {f"sources of {name}": built for name in _EXTENSIONS if (built := _built_from(name)) is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +11,8 @@ from megalin.checkpoint.manifest import Checkpoint
 from megalin.config import translate_renamed
 from megalin.errors import CheckpointError, ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
-from megalin.train.config import RunConfig, load_run_config
-from megalin.train.config_file import CHECKPOINTS_NAME, CONFIG_NAME
+from megalin.train.config import RunConfig, load_saved_config
+from megalin.train.config_file import CHECKPOINTS_NAME
 from megalin.train.identity import Entry, model_entries
 
 Steps = int | Literal["newest", "all"]
@@ -32,18 +32,19 @@ def selected_steps(folder: str | Path, steps: Steps) -> list[int | None]:
 
 
 def open_run(
-    folder: str | Path, overrides: Sequence[str] = (), *, step: int | None = None
+    folder: str | Path, overrides: Sequence[str] = (), *, step: int | None = None, mixers: Collection[str] = ()
 ) -> tuple[RunConfig, Checkpoint]:
     """Reads a run folder's config, with overrides, and a checkpoint that verifies.
 
     Args:
         step: finished steps of the checkpoint; None: the newest one.
+        mixers: packages of mixers that the run's config may import (`external_module`).
 
     Raises:
         ConfigError: not a run folder, or a config that does not parse.
         CheckpointError: no checkpoint (of this step), none that verifies, or one of a different model.
     """
-    config = load_run_config(Path(folder) / CONFIG_NAME, overrides)
+    config = load_saved_config(folder, overrides, mixers)
     root = Path(folder) / CHECKPOINTS_NAME
     checkpoint = newest(root) if step is None else of_step(root, step)
     if checkpoint is None:
@@ -66,7 +67,8 @@ def check_same_model(model: AnyModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def saved_model(checkpoint: Checkpoint) -> AnyModelConfig:
-    """The model's config in a checkpoint. Raises CheckpointError if this version cannot read it."""
+    """The model's config in a checkpoint. Of mixers of other packages it imports none but those of MEGALIN_MIXERS.
+    Raises CheckpointError if this version cannot read it."""
     try:
         table = {"model": checkpoint.state()["config"]["model"]}
         return parse_model(translate_renamed(table)["model"], "its saved config")

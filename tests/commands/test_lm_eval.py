@@ -19,6 +19,7 @@ from megalin.generation import Sampling, generate, load_for_generation, open_for
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
+from tests.downloaded_run import PACKAGE, forge, planted
 from tests.model_runs import CPU
 from tests.ranks import run_ranks
 
@@ -77,6 +78,11 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "tasks").mkdir(exist_ok=True)
         (tmp_path / f"tasks/{name}.yaml").write_text(text.replace("QUESTIONS", str(questions)))
     return tmp_path / "tasks"
+
+
+def of_folder(tasks: Path) -> list[str]:
+    """Options with which the tasks are those of a trusted folder."""
+    return ["--include-path", str(tasks), "--trust-task-code", "--no-default-tasks"]
 
 
 @pytest.fixture
@@ -177,7 +183,7 @@ def test_sampled_completions_follow_their_arguments(model):
 
 def test_command_runs_tasks_of_all_three_kinds(run, tasks, trained, capsys):
     output = tasks.parent / "all.json"
-    arguments = ["--tasks", "own_choices,own_texts", "own_comp*", "--include-path", str(tasks), "--no-default-tasks"]
+    arguments = ["--tasks", "own_choices,own_texts", "own_comp*", *of_folder(tasks)]
     assert main(["lm-eval", str(run), *arguments, "--json", "--output", str(output)]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     found = {task: entry["metrics"] for task, entry in printed["12"].items()}
@@ -226,16 +232,40 @@ def test_command_runs_tasks_of_all_three_kinds(run, tasks, trained, capsys):
     ],
 )
 def test_bad_input_is_refused(run, tasks, capsys, arguments, message):
-    assert main(["lm-eval", str(run), *arguments, "--include-path", str(tasks), "--no-default-tasks"]) != 0
+    assert main(["lm-eval", str(run), *arguments, *of_folder(tasks)]) != 0
     assert re.search(message, capsys.readouterr().err)
     assert not (run / "evaluations").exists()
+
+
+def test_task_files_run_no_code_unless_they_are_trusted(run, tasks, capsys):
+    mark = tasks.parent / "ran"
+    (tasks / "payload.py").write_text(f"open({str(mark)!r}, 'w').close()\n\ndef keep(data):\n    return data\n")
+    (tasks / "choices.yaml").write_text((tasks / "choices.yaml").read_text() + "process_docs: !function payload.keep\n")
+    command = ["lm-eval", str(run), "--tasks", "own_choices", "--limit", "1"]
+    untrusted = [*command, *(option for option in of_folder(tasks) if option != "--trust-task-code")]
+    assert main(untrusted) == 2
+    assert "add --trust-task-code" in capsys.readouterr().err
+    assert not mark.exists()
+    assert main([*command, *of_folder(tasks)]) == 0
+    assert mark.exists()
+    assert main([*command, "--trust-task-code"]) == 2
+    assert "no effect without --include-path" in capsys.readouterr().err
+
+
+def test_a_run_names_a_mixer_that_is_not_imported(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with planted(tmp_path) as mark:
+        command = ["lm-eval", str(forge(trained, tmp_path / "forged")), "--tasks", "own_choices"]
+        assert main(command) == 2
+        assert f"name it: --mixers {PACKAGE}" in capsys.readouterr().err
+        assert not mark.exists()
 
 
 def _on_ranks(run: Path, tasks: Path, meshes: list[dict[str, int]]) -> list[dict[str, Any]]:
     """For each mesh, the results in the run folder after the command on all ranks; sampled completions."""
     found = []
     names = ["own_choices", "own_texts", "own_completions"]
-    arguments = ["lm-eval", str(run), "--include-path", str(tasks), "--no-default-tasks", "--batch-size", "2"]
+    arguments = ["lm-eval", str(run), *of_folder(tasks), "--batch-size", "2"]
     arguments += ["--tasks", *names]
     arguments += ["--output", str(tasks.parent / "all.json"), "--gen-kwargs", "do_sample=True,temperature=3.0"]
     for axes in meshes:

@@ -1,5 +1,6 @@
 """Checks of the documentation: links, paths, commands, the README's figures and blocks, the mixer of a page."""
 
+import importlib
 import os
 import re
 import shlex
@@ -185,6 +186,7 @@ def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkey
     assert place in mixer
     (folder / "ema.py").write_text(mixer.replace(place, "mixers_of_pages.ema_config import CONFIG, "))
     monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("mixers_of_pages.ema")  # as its author's program does
     built = build(model({"sublayers": [{"type": "mixers_of_pages.ema", "num_heads": 4, "chunk_size": 16}, GLU]}))
     tokens = make_inputs().tokens
     state = built.initial_state(len(tokens), dtype=torch.float64)

@@ -12,11 +12,12 @@ import pytest
 from megalin.errors import ConfigError
 from megalin.sweep import runner
 from megalin.sweep.config import SEARCH, EvaluationsConfig, Sweep
-from megalin.sweep.order import expected_seconds, make_cell, ordered_cells, read_sweep
+from megalin.sweep.order import all_cells, expected_seconds, external_mixers, make_cell, ordered_cells, read_sweep
 from megalin.sweep.progress import Status
 from megalin.sweep.results import RESULTS, Result, field_value
 from megalin.sweep.runner import evaluate_command, run_sweep
 from megalin.sweep.table import markdown, notes, search_table, table
+from tests.mixers import decaying_sum
 from tests.sweep.test_sweep import progress, record, write_sweep
 
 GOAL = "evaluation_loss"
@@ -164,7 +165,8 @@ def test_bad_search_is_refused_before_any_run(tmp_path, fields, message):
 
 
 def test_evaluations_are_those_of_the_command():
-    command = evaluate_command(Path("x"), EvaluationsConfig(suites=["loss", "choices"], tasks=["a"], limit=3, data="d"))
+    evaluations = EvaluationsConfig(suites=["loss", "choices"], tasks=["a"], limit=3, data="d")
+    command = evaluate_command(Path("x"), evaluations, ["my.mixer"])
     assert command[2:] == [
         "megalin",
         "eval",
@@ -177,7 +179,14 @@ def test_evaluations_are_those_of_the_command():
         "3",
         "--data",
         "d",
+        "--mixers=my.mixer",
     ]
+
+
+def test_evaluations_import_the_mixers_of_the_users_config(tmp_path):
+    toy = f'model.layers.0.sublayers.0={{type = "{decaying_sum.TYPE}"}}'
+    sweep = searched(tmp_path, overrides=[toy])
+    assert all(external_mixers(sweep, cell) == [decaying_sum.TYPE] for cell in all_cells(sweep))
 
 
 RUN = """
@@ -205,7 +214,7 @@ def stub(monkeypatch):
         return [sys.executable, "-S", "-c", RUN, str(folder), values["optimizer.lr"], values["train.seed"]]
 
     monkeypatch.setattr(runner, "train_command", command)
-    monkeypatch.setattr(runner, "evaluate_command", lambda run, _: [sys.executable, "-S", "-c", EVALUATE, str(run)])
+    monkeypatch.setattr(runner, "evaluate_command", lambda run, *_: [sys.executable, "-S", "-c", EVALUATE, str(run)])
 
 
 @pytest.mark.usefixtures("stub")

@@ -9,6 +9,7 @@ from megalin.commands.base import read_values
 from megalin.config import parse
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
+from megalin.train.config_file import own_mixers
 from megalin.train.deepspeed_engine import DeepSpeedEngine
 from megalin.train.engine import Engine, FullyShardedEngine
 from megalin.train.launch_checks import check_launch
@@ -40,7 +41,7 @@ def run_config(name: str, overrides: Sequence[str], world_size: int) -> RunConfi
     one_micro_batch = isinstance(train, dict) and "global_batch_size" not in train
     if one_micro_batch:
         train["global_batch_size"] = train.get("micro_batch_size")
-    run = parse(RunConfig, values, name)
+    run = parse(RunConfig, values, name, context=own_mixers(name, values))
     if one_micro_batch:
         data_size = world_size // (run.parallel.tp * run.parallel.cp * run.parallel.pp)
         size = run.train.micro_batch_size * data_size

@@ -18,6 +18,7 @@ class Command(NamedTuple):
         examples: command lines, one a line, for the end of its help.
         adopts_launcher: whether its ranks meet through torch.distributed, whose variables the launcher's then set.
         is_preemptible: whether SIGTERM ends it with exit code 75 before it can save too.
+        takes_mixers: whether it reads models, whose mixers of other packages --mixers lets it import.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Command(NamedTuple):
     examples: str
     adopts_launcher: bool = True
     is_preemptible: bool = False
+    takes_mixers: bool = False
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

@@ -168,4 +168,5 @@ SCORE = Command(
 megalin data score runs/mine --input 'unique/*.jsonl' --output-prefix good/corpus --keep-quantile 0.8
 torchrun --nproc-per-node 8 -m megalin data score runs/mine --input 'unique/*.jsonl' \\
     --output-prefix good/corpus --max-perplexity 40""",
+    takes_mixers=True,
 )

@@ -33,6 +33,7 @@ EXPORT = Command(
     """\
 megalin export hf runs/mine exported
 megalin export hf runs/mine exported --format fla --step 1000""",
+    takes_mixers=True,
 )
 IMPORT = Command(
     "import",

@@ -121,6 +121,7 @@ PARAMS = Command(
 megalin params
 megalin params hgrn2-1b --length 32768
 megalin params run.toml model.hidden_size=1024 --json""",
+    takes_mixers=True,
 )
 PLAN = Command(
     "plan",
@@ -132,6 +133,7 @@ megalin plan transnormerllm-7b-64k --gpus 64 --gpu h100
 megalin plan run.toml --gpus 8 --top 3
 megalin plan run.toml --gpus 4 --gpu-memory 48GB --gpu-tflops 181 --bandwidth 864 --link-bandwidth 25
 megalin plan hgrn2-1b --gpus 16 --longest""",
+    takes_mixers=True,
 )
 COORDINATE_CHECK = Command(
     "coordinate-check",
@@ -139,6 +141,7 @@ COORDINATE_CHECK = Command(
     _coordinate_check,
     "coordinate_check",
     "megalin coordinate-check tnl-70m --widths 64 128 256 --png growth.png",
+    takes_mixers=True,
 )
 LADDER = Command(
     "ladder",
@@ -160,6 +163,7 @@ FIT = Command(
 megalin fit runs/ladder --html laws.html
 megalin fit --points losses.csv --ask 1e21
 megalin fit runs/ladder --ask '1000 h100-hours'""",
+    takes_mixers=True,
 )
 REPRODUCE = Command(
     "reproduce",
@@ -170,4 +174,5 @@ REPRODUCE = Command(
 megalin reproduce
 megalin reproduce scaling-laws
 megalin reproduce hgrn2 3 --runs runs/hgrn2-385m""",
+    takes_mixers=True,
 )

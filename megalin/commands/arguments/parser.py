@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from megalin import __version__
 from megalin.commands.arguments.command import Command
 from megalin.commands.arguments.groups import DATA, DATA_HELP, GROUPS
+from megalin.layers.external_mixers import VARIABLE
 
 _EXAMPLES = """\
 megalin params
@@ -58,6 +59,9 @@ def _add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], comman
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
+    if command.takes_mixers:
+        mixers = f"import mixers of this package that a run's files name (also {VARIABLE}); repeatable"
+        parser.add_argument("--mixers", action="append", default=[], metavar="PACKAGE", help=mixers)
     for action in parser._actions:
         if action.nargs == argparse.ZERO_OR_MORE:
             action.required = False  # else argparse names it among arguments that are missing

@@ -37,6 +37,7 @@ def _lm_eval(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="parallel.tp=2: ranks that share the weights (1)")
     add("--tasks", nargs="+", required=True, metavar="TASK", help="lm-eval's tasks or groups, or patterns")
     add("--include-path", type=Path, metavar="FOLDER", help="folder with further task files (YAML)")
+    add("--trust-task-code", action="store_true", help="let the files of --include-path run code, which they need")
     add("--no-default-tasks", action="store_true", help="know the tasks of --include-path only, which starts at once")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's)")
     add("--limit", type=int, metavar="N", help="only the first N questions of each task")
@@ -111,6 +112,7 @@ megalin eval runs/mine
 megalin eval runs/mine --suite loss,needle,recall --limit 100
 megalin eval runs/mine --suite choices --data evaluation-data --all-steps --json
 torchrun --nproc-per-node 4 -m megalin eval runs/mine parallel.cp=2""",
+    takes_mixers=True,
 )
 LM_EVAL = Command(
     "lm-eval",
@@ -118,6 +120,7 @@ LM_EVAL = Command(
     _lm_eval,
     "lm_eval",
     "megalin lm-eval runs/mine --tasks lambada_openai hellaswag --limit 200",
+    takes_mixers=True,
 )
 GENERATE = Command(
     "generate",
@@ -128,6 +131,7 @@ GENERATE = Command(
 megalin generate runs/mine --prompt 'The first time' --max-tokens 200 --top-p 0.95
 megalin generate runs/mine --prompts questions.jsonl --output answers.jsonl --temperature 0
 torchrun --nproc-per-node 2 -m megalin generate runs/mine parallel.tp=2 --prompt 'Once'""",
+    takes_mixers=True,
 )
 INSPECT = Command(
     "inspect",
@@ -135,6 +139,7 @@ INSPECT = Command(
     _inspect,
     "inspect",
     "megalin inspect runs/mine --samples 4 --png figures",
+    takes_mixers=True,
 )
 DOCTOR = Command(
     "doctor",
@@ -152,4 +157,5 @@ REPORT = Command(
     """\
 megalin report runs/mine
 megalin report --compare runs/a runs/b --output comparison.html""",
+    takes_mixers=True,
 )

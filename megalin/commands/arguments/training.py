@@ -108,6 +108,7 @@ torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2
 
 Several ranks on one host: megalin launch.""",
     is_preemptible=True,
+    takes_mixers=True,
 )
 LAUNCH = Command(
     "launch",
@@ -121,6 +122,7 @@ megalin launch --nproc-per-node 8 run.toml --max-restarts 3
 SIGTERM or Ctrl-C: all ranks save and end (exit code 75); a second one ends them at once.
 Over several hosts use torchrun, srun or mpirun.""",
     adopts_launcher=False,
+    takes_mixers=True,
 )
 SWEEP = Command(
     "sweep",
@@ -128,6 +130,7 @@ SWEEP = Command(
     _sweep,
     "sweep",
     "megalin sweep examples/tasks/mqar_sweep.toml --folder runs/mqar --processes 4 --markdown mqar.md",
+    takes_mixers=True,
 )
 CONFIG = Command(
     "config",
@@ -138,6 +141,7 @@ CONFIG = Command(
 megalin config run.toml
 megalin config run.toml train.steps=100 > resolved.toml
 megalin config --schema > megalin.schema.json""",
+    takes_mixers=True,
 )
 VERIFY = Command(
     "verify",
@@ -153,4 +157,5 @@ megalin verify run.toml --grid --world-size 8
 torchrun --nproc-per-node 4 -m megalin verify run.toml parallel.tp=2
 
 A config file gives the model, the mesh and train.recompute; its other keys are not read.""",
+    takes_mixers=True,
 )
