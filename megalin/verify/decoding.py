@@ -22,7 +22,7 @@ from megalin.verify.comparison import RELATIVE_BOUND, ROUNDING_FACTOR, TensorErr
 
 DECODING = "decoding"
 """Kind of the rows: the logits of the last token of a prompt and of the tokens after it."""
-STEPS = 16
+STEPS = 12
 """Most tokens that are decoded, more than the windows of shrunk models."""
 
 Plant = Callable[[LanguageModel], None]

@@ -106,6 +106,7 @@ def assert_agree(world_size: int, cases: list[Case]) -> None:
     for case, errors in zip(cases, run_ranks(world_size, verify_all, cases, timeout=300.0)[0], strict=True):
         assert {kind(error.name) for error in errors} == {
             "logits",
+            "decoding",
             "token_losses",
             "loss",
             "grad_norm",
