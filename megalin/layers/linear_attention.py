@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from megalin.layers.gates import MixerGates
 from megalin.layers.linear_attention_config import LinearAttentionConfig, LowRankGatedConfig, PositionedAttentionConfig
 from megalin.layers.lrpe_segments import LRPESegments
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
-from megalin.layers.norms import SRMSNorm, build_norm
+from megalin.layers.norms import build_norm
 from megalin.layers.positions import LRPEFrequencies, key_dim
 from megalin.ops.decoding.gated_steps import NormedInput, gated_decay_step
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.ops.norms.layer_norm import GateActivation
 from megalin.ops.positions.activated_lrpe import activated_lrpe
 from megalin.ops.scans.driver import fold
@@ -52,9 +53,6 @@ class LinearAttention(Mixer):
     """
 
     slopes: Tensor | None
-    projects_linearly: ClassVar[bool] = False
-    """True where `project` is a linear map of its input, with which the scale of a norm commutes."""
-
     gate_activation: GateActivation = "none"
     """Activation of the gate that is left to the output's norm."""
 
@@ -98,6 +96,10 @@ class LinearAttention(Mixer):
         gate [B, T, D/tp]; None without a gate, or where it is the fourth part, after v."""
         raise NotImplementedError
 
+    def unnormed_input(self, x: Tensor, norm: nn.Module) -> NormedInput | None:
+        """x [B, 1, D] where `add_step` may project it without its norm, whose scale it applies later; else None."""
+        return None
+
     def projection_flops(self) -> int:
         """Forward floating-point operations a token of `project`."""
         raise NotImplementedError
@@ -111,7 +113,8 @@ class LinearAttention(Mixer):
         self.slopes.copy_(self.tp.local_slice(table, dim=0))
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
-        if state is None and context.consecutive and self.config.lrpe is not None and self.slopes is not None:
+        by_segments = state is None and context.consecutive and type(self)._heads is LinearAttention._heads
+        if by_segments and self.config.lrpe is not None and self.slopes is not None:
             output, gate = self._by_segments(x, context)
             return MixerOutput(self._output(output.flatten(2), gate), ())
         q, k, v, gate = self._heads(x, context, context.positions)
@@ -128,18 +131,20 @@ class LinearAttention(Mixer):
         )
         return MixerOutput(self._output(scan.output.flatten(2), gate), () if state is None else (scan.state,))
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         q, k, v, gate = self._heads(x, context, context.positions)
         scan = decay_step(q[:, 0], k[:, 0], v[:, 0], self.slopes, state[0], in_place=context.in_place)
         return MixerOutput(self._output(scan.output.flatten(1)[:, None], gate), (scan.state,))
 
+    @bypasses("forward", "step", "_heads", "_output", out=NormedRowParallelLinear)
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
     ) -> MixerOutput:
         fused = self.gated and self.config.activation == "silu"
         if not fused or not self.out.joins_addition or residual.dtype != context.compute_dtype:
             return super().add_step(residual, x, norm, context, state)
-        unnormed = NormedInput(x[:, 0], norm.eps) if self.projects_linearly and isinstance(norm, SRMSNorm) else None
+        unnormed = self.unnormed_input(x, norm)
         parts, gate = self.project(norm(x) if unnormed is None else x)
         (theta,) = context.full_precision or (None,)
         step = gated_decay_step(
@@ -160,9 +165,13 @@ class LinearAttention(Mixer):
         """The norm, the gate and W_o of the scan's output: [B, T, D/tp] -> [B, T, D]."""
         return self.out(heads, gate, gate_activation=self.gate_activation)
 
+    @bypasses()
     def _by_segments(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """The scan's output [B, T, H/tp, V] and the gate, with LRPE's positions counted from the middle of short
-        segments, which keeps the gradient of its frequencies accurate (`ops.positions.lrpe_states`)."""
+        segments, which keeps the gradient of its frequencies accurate (`ops.positions.lrpe_states`).
+
+        Not for an overridden `_heads`, whose scores may depend on more than differences of positions.
+        """
         (theta,), form, length = context.full_precision, self.config.lrpe, context.positions.shape[-1]
         assert form is not None
         assert self.slopes is not None

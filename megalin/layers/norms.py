@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megalin.layers.choices import NormKind
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.overrides import unchanged
 from megalin.ops.norms.layer_norm import NormedSum, add_layer_norm, layer_norm
 from megalin.ops.norms.max_norm import max_norm, mean_magnitude_norm
 from megalin.ops.norms.rms_norm import rms_norm
@@ -112,7 +113,7 @@ def add_and_norm(norm: nn.Module | None, x: Tensor, addend: Tensor | None) -> No
     A LayerNorm adds in its own pass. The other norms leave the addition to torch.compile, which fuses it with them at
     the speed of a kernel (docs/benchmarks/2026-11-21-h200-kernels.md).
     """
-    if isinstance(norm, LayerNorm):
+    if isinstance(norm, LayerNorm) and unchanged(norm, LayerNorm):
         return norm.add(x, addend)
     total = x if addend is None else x + addend
     return NormedSum(total if norm is None else norm(total), total)
@@ -121,7 +122,9 @@ def add_and_norm(norm: nn.Module | None, x: Tensor, addend: Tensor | None) -> No
 def norm_of_sum(norm: nn.Module | None, x: Tensor, addend: Tensor | None) -> Tensor:
     """norm(x + addend) [..., D] where the sum has no other reader: the backward of a LayerNorm then adds no gradient of
     the sum, and compiled blocks pass no zeros for it. Arguments as for `add_and_norm`."""
-    return norm.of_sum(x, addend) if isinstance(norm, LayerNorm) else add_and_norm(norm, x, addend).normed
+    if isinstance(norm, LayerNorm) and unchanged(norm, LayerNorm):
+        return norm.of_sum(x, addend)
+    return add_and_norm(norm, x, addend).normed
 
 
 def build_norm(kind: NormKind, hidden_size: int, eps: float, tp: TensorParallel) -> nn.Module:

@@ -12,6 +12,7 @@ from megalin.layers.decay import draw_step_bias
 from megalin.layers.mixers.base import FullPrecision
 from megalin.ops.choices import TiedGate
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.overrides import unchanged
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.decay_gates import decay_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
@@ -168,6 +169,8 @@ class LowRankGate(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x [B, T, in] (after `TensorParallel.enter`), z [B, T, out/tp] -> [B, T, out/tp]."""
+        if not unchanged(self.code, LowRankLinear):
+            return (torch.sigmoid(self.code(x) + local(self.bias)) * z).to(z.dtype)
         code = nn.functional.linear(x, self.tp.all_reduce_gradient(local(self.code.down)))
         return low_rank_gate(z, code, local(self.code.up), local(self.bias))
 

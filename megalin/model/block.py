@@ -15,6 +15,7 @@ from megalin.layers.dropout import apply_dropout, dropout_at, output_site
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, SequenceContext, State
 from megalin.layers.norms import add_and_norm, build_norm, norm_of_sum
 from megalin.model.config import BlockConfig
+from megalin.ops.dispatch.overrides import bypasses, ignored_override
 
 
 class BlockOutput(NamedTuple):
@@ -82,16 +83,22 @@ class Block(nn.Module):
             return checkpoint(run, x, contexts, states, use_reentrant=False, preserve_rng_state=False)
         return run(x, contexts, states)
 
+    @bypasses("forward", "_run")
     def step(self, x: Tensor, contexts: list[MixerContext], states: list[State]) -> BlockOutput:
-        """One token of decoding: x [B, 1, D]."""
+        """One token of decoding: x [B, 1, D]; contexts of `step_contexts`."""
+        if contexts[0].decoding == "block":
+            output: BlockOutput = self(x, contexts, states)
+            return output
         branch = x
         next_states: list[State] = []
         for sublayer, context, state in zip(self._sublayers(), contexts, states, strict=True):
             if sublayer.residual == "add_norm":
-                y, next_state = sublayer.mixer.step(branch.to(context.compute_dtype), context, state)
+                y, next_state = sublayer.mixer.decode(branch.to(context.compute_dtype), context, state)
                 branch = sublayer.norm(x + y)
-            else:
+            elif context.decoding == "add_step":
                 branch, next_state = sublayer.mixer.add_step(x, branch, sublayer.norm, context, state)
+            else:
+                branch, next_state = Mixer.add_step(sublayer.mixer, x, branch, sublayer.norm, context, state)
             next_states.append(next_state)
             if sublayer.residual != "two_hop":
                 x = branch
@@ -119,6 +126,15 @@ class Block(nn.Module):
     def contexts(self, context: SequenceContext) -> list[MixerContext]:
         """One context a sub-layer."""
         return [mixer.build_mixer_context(context) for mixer in self.mixers()]
+
+    def step_contexts(self, context: SequenceContext, *, in_place: bool) -> list[MixerContext]:
+        """One context a sub-layer for decoding steps, each with the fastest method that ignores no override."""
+        overridden = ignored_override(self, "step")
+        paths = ["block" if overridden else each.mixer.decoding_path(each.norm) for each in self._sublayers()]
+        return [
+            own._replace(in_place=in_place, decoding=path)
+            for own, path in zip(self.contexts(context), paths, strict=True)
+        ]
 
     def mixers(self) -> list[Mixer]:
         """The mixers in order."""

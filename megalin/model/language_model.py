@@ -210,7 +210,7 @@ class LanguageModel(BaseModel[ModelConfig]):
         compute_dtype = x.dtype
         inputs = []
         for layer, context, layer_state in zip(self.input_mixers(), contexts.inputs, state.inputs, strict=True):
-            x, next_state = layer.step(x, context._replace(positions=positions), layer_state)
+            x, next_state = layer.decode(x, context._replace(positions=positions), layer_state)
             inputs.append(next_state)
         x = self._to_residual_dtype(x)
         blocks = []
@@ -223,7 +223,8 @@ class LanguageModel(BaseModel[ModelConfig]):
 
     @torch.no_grad()
     def step_contexts(self, *, in_place: bool = False) -> StepContexts:
-        """Contexts of `step`, which hold the tensors that mixers derive from the weights, such as HGRN2's bounds.
+        """Contexts of `step`, which hold the tensors that mixers derive from the weights, such as HGRN2's bounds, and
+        the method that decodes (`Mixer.decoding_path`): hooks registered after this call may not run.
 
         Args:
             in_place: mixers that can do it write the next state over the given one (`MixerContext.in_place`), which
@@ -233,10 +234,11 @@ class LanguageModel(BaseModel[ModelConfig]):
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
         context = self.context(tokens, tokens, None, weight.dtype)
 
-        def contexts(mixers: list[Mixer]) -> list[MixerContext]:
-            return [mixer.build_mixer_context(context)._replace(in_place=in_place) for mixer in mixers]
-
-        return StepContexts(contexts(self.input_mixers()), [contexts(block.mixers()) for block in self.block_list()])
+        inputs = [
+            mixer.build_mixer_context(context)._replace(in_place=in_place, decoding=mixer.decoding_path())
+            for mixer in self.input_mixers()
+        ]
+        return StepContexts(inputs, [block.step_contexts(context, in_place=in_place) for block in self.block_list()])
 
     def _to_residual_dtype(self, x: Tensor) -> Tensor:
         """The embedded tokens in the dtype of the residual stream."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 from megalin.ops.choices import Activation
 from megalin.ops.decoding.few_rows import add_linear, few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.overrides import unchanged
 from megalin.ops.dispatch.projection_part import ProjectionPart, tensor_of
 from megalin.ops.gates.gated_product import gated_product
 from megalin.ops.norms.gated_layer_norm import apply_gate, gated_layer_norm, layer_norm_of_moments
@@ -91,7 +92,7 @@ class ColumnParallelLinear(nn.Module):
         Args:
             x: the residual stream [B, T or T/tp, in], which no other layer reads.
         """
-        if self.float8 is not None and self.bias is None:
+        if self.float8 is not None and self.bias is None and unchanged(self, ColumnParallelLinear):
             return self.float8.gated(self.tp.enter(x), local(self.weight).flatten(0, 1), activation)
         return gated_product(self(x, gather_input=True, split_parts=False), activation=activation), None
 
@@ -132,16 +133,20 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, in/tp] -> [B, T, out], the residual stream's layout."""
-        return self.forward_quantized(x, None)
+        return self._add_bias(self._matmul(x))
 
     def forward_quantized(self, x: Tensor, rows: ScaledRows | None) -> Tensor:
         """`forward` of an x that `ColumnParallelLinear.gated` quantised already, or has not."""
+        if rows is None or not unchanged(self, RowParallelLinear):
+            y: Tensor = self(x)
+            return y
         return self._add_bias(self._matmul(x, rows))
 
     @property
     def joins_addition(self) -> bool:
-        """True where `add_to` may join the addition with the matmul: neither a collective nor a bias comes between."""
-        return self.tp.size == 1 and self.bias is None
+        """True where `add_to` may join the addition with the matmul: neither a collective nor a bias comes between, and
+        the matmul is not in FP8."""
+        return self.tp.size == 1 and self.bias is None and self.float8 is None
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T in decoding, where `joins_addition`: residual [..., out], x [..., in]. No gradients."""
@@ -158,6 +163,15 @@ class RowParallelLinear(nn.Module):
     def flops(self) -> int:
         """Forward floating-point operations a token, whole axis."""
         return 2 * self.in_features * self.out_features
+
+
+class Skip(NamedTuple):
+    """A feed-through `factor x` that a norm's input gets before its gate."""
+
+    x: Tensor
+    """[B, T, in/tp]."""
+    factor: Tensor
+    """[in/tp]."""
 
 
 class NormedRowParallelLinear(RowParallelLinear):
@@ -199,11 +213,25 @@ class NormedRowParallelLinear(RowParallelLinear):
         if self.norm == "layernorm":
             initializer(self.norm_bias, "norm_bias", constant(0.0))
 
-    def forward(self, x: Tensor, gate: Tensor | None = None, *, gate_activation: GateActivation = "none") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        gate: Tensor | ProjectionPart | None = None,
+        *,
+        gate_activation: GateActivation = "none",
+        skip: Skip | None = None,
+    ) -> Tensor:
         """x and, where there is one, gate [B, T, in/tp] -> [B, T, out], the residual stream's layout.
 
-        `gate_activation`: applied to the gate here, in the pass of a layernorm; the other norms take an active gate.
+        Args:
+            gate_activation: applied to the gate here, in the pass of a layernorm; the other norms take an active gate.
+            skip: the input of the norm is (x + skip) silu(gate), for an rmsnorm.
         """
+        if skip is not None:
+            assert self.norm == "rmsnorm", self.norm
+            assert gate is not None
+            return self._normed_matmul(skip_gated_squares(x, skip.x, skip.factor, gate, local(self.norm_weight)))
+        assert not isinstance(gate, ProjectionPart)
         if self.norm == "layernorm":
             return self._add_bias(self._matmul(self._layer_norm(x, gate, gate_activation)))
         assert gate_activation == "none", gate_activation
@@ -219,11 +247,6 @@ class NormedRowParallelLinear(RowParallelLinear):
         [..., in] and partial sums of the squares of x [..., P]. No gradients."""
         weight = local(self.weight)
         return add_linear(residual, product, weight, squares, width=self.in_features, eps=self.eps)
-
-    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor | ProjectionPart) -> Tensor:
-        """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
-        assert self.norm == "rmsnorm", self.norm
-        return self._normed_matmul(skip_gated_squares(x, skip, factor, gate, local(self.norm_weight)))
 
     def _normed_matmul(self, parts: GatedSquares) -> Tensor:
         total = self.tp.reduce_tokens(parts.squares)  # waited on at its first use, after the matmul
@@ -269,13 +292,13 @@ class GroupNormedRowParallelLinear(RowParallelLinear):
         super().init_weights(initializer)
         initializer(self.norm_weight, "norm_weight", constant(1.0))
 
-    def forward_with_skip(self, x: Tensor, skip: Tensor, factor: Tensor, gate: Tensor | ProjectionPart) -> Tensor:
-        """`forward` of (x + factor skip) silu(gate), normalized: x, skip, gate [B, T, in/tp], factor [in/tp]."""
+    def forward(self, x: Tensor, gate: Tensor | ProjectionPart, *, skip: Skip) -> Tensor:  # type: ignore[override]
+        """(x + skip) silu(gate), normalized and multiplied: x, gate [B, T, in/tp]."""
         wide = compute_dtype(x)
-        product = (x.to(wide) + factor * skip.to(wide)) * functional.silu(tensor_of(gate).to(wide))
+        product = (x.to(wide) + skip.factor * skip.x.to(wide)) * functional.silu(tensor_of(gate).to(wide))
         parts = product.unflatten(-1, (-1, self.group_size))  # [B, T, groups/tp, in/groups]
         normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
-        return self.forward((normed.flatten(-2) * local(self.norm_weight).to(wide)).to(x.dtype))
+        return super().forward((normed.flatten(-2) * local(self.norm_weight).to(wide)).to(x.dtype))
 
 
 class LowRankLinear(nn.Module):

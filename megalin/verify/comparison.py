@@ -76,8 +76,8 @@ def compare(
 
 
 def kind(name: str) -> str:
-    """Kind of an outcome's tensor: logits, token_losses, loss, grad_norm, gradient or weight; codes, scales or
-    magnitudes of FP8 matmuls."""
+    """Kind of an outcome's tensor: logits, token_losses, loss, grad_norm, gradient, weight or decoding; codes, scales
+    or magnitudes of FP8 matmuls."""
     return name.partition(":")[0].partition(".")[0]
 
 

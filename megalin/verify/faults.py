@@ -7,13 +7,16 @@ the code under test runs unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalin.model.block import BlockOutput
 from megalin.model.config import EncoderConfig
+from megalin.model.language_model import LanguageModel, ModelState
 from megalin.ops.scans.transition import DiagonalDecay, ShardDocuments, Transition
 from megalin.parallel.collectives import Axis
 from megalin.parallel.config import ExchangeName
@@ -25,6 +28,7 @@ from megalin.parallel.pipeline_parallel import PipelineParallel
 from megalin.parallel.tensor_parallel import TOKENS, TensorParallel, assign, full_tensor
 from megalin.train.pipeline_model import Pipeline
 from megalin.verify.case import Case
+from megalin.verify.decoding import Plant
 
 
 class _SkippedAdjoint(TensorParallel):
@@ -254,6 +258,28 @@ def _transpose_scales(model: nn.Module, mesh: Mesh) -> None:
             matmuls.in_magnitudes.copy_(outputs.repeat(repeats)[: len(inputs)])
 
 
+def _forget_prompt(model: LanguageModel) -> None:
+    """Decodes from an empty state in place of the prompt's."""
+    reserve = model.reserve
+
+    def reserve_empty(state: ModelState, num_tokens: int) -> ModelState:
+        empty = model.initial_state(len(state.positions))
+        return reserve(state._replace(blocks=empty.blocks, inputs=empty.inputs), num_tokens)
+
+    model.reserve = reserve_empty  # type: ignore[method-assign]
+
+
+def _drop_residual(model: LanguageModel) -> None:
+    """Decodes with blocks that do not add to their input."""
+    for block in model.block_list():
+        block.step = partial(_step_alone, block.step)  # type: ignore[method-assign]
+
+
+def _step_alone(step: Callable[..., BlockOutput], x: Tensor, *arguments: Any) -> BlockOutput:
+    output = step(x, *arguments)
+    return output._replace(x=output.x - x)
+
+
 class Fault(NamedTuple):
     """Description of a mistake and of the way it is planted."""
 
@@ -274,6 +300,8 @@ class Fault(NamedTuple):
     """True if it is in FP8 matmuls."""
     exchange: ExchangeKind | None = None
     """Communication between sequence shards that a model must have for the fault to be visible."""
+    decoding: Plant | None = None
+    """Change of the model that decodes."""
 
 
 FAULTS = (
@@ -306,6 +334,8 @@ FAULTS = (
     Fault("neighbours_token_scale", "tp", tensor_parallel=_NeighboursScale, float8=True),
     Fault("stale_weight_scale", "any", after_init=_keep_scales, float8=True),
     Fault("transposed_weight_scale", "any", after_init=_transpose_scales, float8=True),
+    Fault("forgotten_prompt", "any", decoding=_forget_prompt, decoder_only=True),
+    Fault("step_without_residual", "any", decoding=_drop_residual, decoder_only=True),
 )
 
 
@@ -316,4 +346,5 @@ def visible_faults(case: Case, made: set[ExchangeKind]) -> list[Fault]:
     visible = {"tp": parallel.tp > 1, "data": data_size > 1, "cp": parallel.cp > 2, "pp": parallel.pp > 1, "any": True}
     faults = [fault for fault in FAULTS if visible[fault.axis] and not (encoder and fault.decoder_only)]
     faults = [fault for fault in faults if case.float8 is not None or not fault.float8]
+    faults = [fault for fault in faults if case.float8 is None or fault.decoding is None]
     return [fault for fault in faults if fault.exchange is None or fault.exchange in made]

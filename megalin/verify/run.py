@@ -21,7 +21,8 @@ from megalin.parallel.process_group import compute_device
 from megalin.terminal_output import terminal
 from megalin.verify.case import Case
 from megalin.verify.comparison import Rounding, TensorError, compare, kind
-from megalin.verify.faults import ExchangeKind, Probe, visible_faults
+from megalin.verify.decoding import compare_decoding
+from megalin.verify.faults import ExchangeKind, Fault, Probe, visible_faults
 from megalin.verify.float8 import CODES, SCALES, count_planned, count_recorded
 from megalin.verify.outcome import Outcome, on_host, run_on_mesh, run_reference, run_step, run_stepped
 from megalin.verify.rounding import measure_fp32, measure_rounding
@@ -52,7 +53,7 @@ class Reference(NamedTuple):
 def verify(case: Case, mesh: Mesh | None = None) -> list[TensorError]:
     """Compares the case on the mesh of the current process group with one process; a collective. In fp32, if a bound is
     exceeded, the truth becomes one process in fp64, and bounds are twice the error of the one in fp32. In FP8 also each
-    layer by itself, and the whole model, in bf16.
+    layer by itself, and the whole model, in bf16. Of decoders also the logits of decoding.
 
     Args:
         mesh: a mesh of `case.parallel` for several cases to share, because its process groups cost time and threads.
@@ -62,7 +63,7 @@ def verify(case: Case, mesh: Mesh | None = None) -> list[TensorError]:
     """
     mesh = Mesh(case.parallel, compute_device()) if mesh is None else mesh
     assert mesh.config == case.parallel, (mesh.config, case.parallel)
-    rows = compare_models(case, mesh)
+    rows = compare_models(case, mesh) + compare_decoding(case, mesh)
     if case.float8 is not None:
         rows += compare_layers(case, mesh)
         in_bf16 = compare_models(case._replace(dtype="bfloat16"), mesh)
@@ -102,13 +103,21 @@ def self_test(case: Case) -> list[FaultResult]:
             context_parallel=fault.context_parallel,
             pipeline_parallel=fault.pipeline_parallel,
         )
+        if fault.decoding is not None:
+            if rows := compare_decoding(planted, mesh, fault.decoding):
+                results.append(_fault_result(fault, rows))
+            continue
         outcome = run_on_mesh(planted, mesh, after_init=fault.after_init)
         if mesh.is_first_rank:
             if fault.needs_low_rank not in references:
                 references[fault.needs_low_rank] = _reference(planted, mesh.device)
             rows = _compare(planted, outcome, references[fault.needs_low_rank], mesh.device)
-            results.append(FaultResult(fault.name, not all(row.passed for row in rows), worst_first(rows)[0]))
+            results.append(_fault_result(fault, rows))
     return results
+
+
+def _fault_result(fault: Fault, rows: list[TensorError]) -> FaultResult:
+    return FaultResult(fault.name, not all(row.passed for row in rows), worst_first(rows)[0])
 
 
 def _exchanges(case: Case) -> set[ExchangeKind]:

@@ -179,15 +179,19 @@ def test_a_mixer_of_another_package_without_its_class_is_refused(tmp_path, monke
 def test_mixer_of_the_page_continues_from_its_state_and_decodes(tmp_path, monkeypatch):
     """The forward of a full sequence equals two forwards that pass the state, and decoding token by token."""
     page = (ROOT / "docs/adding-a-mixer.md").read_text()
-    config, mixer = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    config, mixer, derived = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     folder, place = tmp_path / "mixers_of_pages", "megalin.layers.mixer_configs.ema import "
     folder.mkdir()
     (folder / "ema_config.py").write_text(config.replace('"ema"', '"mixers_of_pages.ema"'))
     assert place in mixer
     (folder / "ema.py").write_text(mixer.replace(place, "mixers_of_pages.ema_config import CONFIG, "))
+    (folder / "capped_tnl.py").write_text(derived.replace("my_mixers", "mixers_of_pages"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("mixers_of_pages.ema")  # as its author's program does
-    built = build(model({"sublayers": [{"type": "mixers_of_pages.ema", "num_heads": 4, "chunk_size": 16}, GLU]}))
+    for name in ("ema", "capped_tnl"):
+        importlib.import_module(f"mixers_of_pages.{name}")  # as its author's program does
+    mixers = [{"type": f"mixers_of_pages.{name}", "num_heads": 4, "chunk_size": 16} for name in ("ema", "capped_tnl")]
+    built = build(model({"sublayers": [*mixers, GLU]}))
+    assert [context.decoding for context in built.step_contexts().blocks[0]] == ["step", "step", "add_step"]
     tokens = make_inputs().tokens
     state = built.initial_state(len(tokens), dtype=torch.float64)
     expected = built(tokens, state=state).logits

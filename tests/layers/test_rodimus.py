@@ -95,8 +95,9 @@ def test_the_residual_stream_can_have_a_wider_dtype_than_mixer_inputs():
         assert output.logits.dtype == torch.bfloat16
         assert all(p.grad.isfinite().all() for p in built.parameters())
         assert built.step(tokens[:, 0], built.initial_state(len(tokens))).logits.dtype == torch.bfloat16
-    assert residuals == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
-    assert inputs == [torch.bfloat16, torch.bfloat16]
+    # Of the forward and of the decoding step, each.
+    assert residuals == [(torch.bfloat16, torch.bfloat16)] * 2 + [(torch.float32, torch.float32)] * 2
+    assert inputs == [torch.bfloat16] * 4
 
 
 def test_bf16_decoding_equals_the_bf16_forward():

@@ -19,7 +19,7 @@ from tests.verify.meshes import verify_all
 
 MESHES = {4: (2, 2), 8: (4, 2)}
 """World size: (tp, dp)."""
-KINDS = {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}
+KINDS = {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight", "decoding"}
 
 
 def first_case_of_each_mixer() -> list[MixerCase]:

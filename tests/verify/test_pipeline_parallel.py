@@ -106,6 +106,7 @@ def assert_agree(world_size: int, cases: list[Case]) -> None:
     for case, errors in zip(cases, run_ranks(world_size, verify_all, cases, timeout=300.0)[0], strict=True):
         assert {kind(error.name) for error in errors} == {
             "logits",
+            "decoding",
             "token_losses",
             "loss",
             "grad_norm",
@@ -191,7 +192,13 @@ def test_stages_of_one_sublayer_agree_with_one_process(mixer: str):
 def test_every_planted_fault_of_the_axis_is_seen():
     mixer_case = next(mixer_case for mixer_case in CASES if mixer_case.name == "hgrn2")
     results = run_ranks(2, self_test, mesh_case(mixer_case))[0]
-    assert [result.fault for result in results] == ["unsummed_copies", "reversed_blocks", "count_of_one_micro_batch"]
+    assert [result.fault for result in results] == [
+        "unsummed_copies",
+        "reversed_blocks",
+        "count_of_one_micro_batch",
+        "forgotten_prompt",
+        "step_without_residual",
+    ]
     assert [result.fault for result in results if not result.seen] == []
     assert not any(result.worst.error <= 100 * result.worst.bound for result in results)  # NaN if copies differ
 

@@ -11,9 +11,12 @@ import torch
 
 from megalin.__main__ import main
 from megalin.errors import ConfigError
+from megalin.layers.mixers.base import Mixer, MixerOutput
+from megalin.layers.mixers.transnormer import TransNormer
 from megalin.model.config import ModelConfig
 from megalin.model.presets import load_preset
 from megalin.parallel.config import ParallelConfig
+from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.verify import comparison, outcome, rounding, run
 from megalin.verify.case import Case, DtypeName, make_batches, make_case, shrink
@@ -65,7 +68,9 @@ def test_every_mesh_agrees_with_one_process(model, world_size):
     by_rank = run_ranks(world_size, verify_all, [case(MODELS[model], **mesh) for mesh in meshes])
     for mesh, rows in zip(meshes, by_rank[0], strict=True):
         kinds = {row.name.partition(":")[0].partition(".")[0] for row in rows}
-        assert kinds == {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight"}
+        assert kinds == {"logits", "token_losses", "loss", "grad_norm", "gradient", "weight", "decoding"}
+        decoded = [row.name for row in rows if comparison.kind(row.name) == "decoding"]
+        assert decoded == ["decoding.mesh"] * ("tp" in mesh) + ["decoding.one_process"]
         assert [row for row in rows if not row.passed] == [], mesh
     assert all(rows == [] for rank in by_rank[1:] for rows in rank)
 
@@ -76,7 +81,7 @@ def test_every_mesh_agrees_with_one_process(model, world_size):
 )
 def test_every_planted_fault_is_seen(sequence_parallel):
     results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, sequence_parallel=sequence_parallel))[0]
-    planted = [fault.name for fault in FAULTS if fault.axis in ("tp", "data") and not fault.float8]
+    planted = [fault.name for fault in FAULTS if fault.axis in ("tp", "data", "any") and not fault.float8]
     assert [result.fault for result in results] == planted
     assert [result.fault for result in results if not result.seen] == []
     assert all(result.worst.error > 100 * result.worst.bound for result in results)
@@ -94,7 +99,8 @@ def test_every_planted_fault_is_seen_in_a_model_without_what_some_of_them_need(d
 def test_every_planted_fault_is_seen_in_half_precision(dtype):
     results = run_ranks(4, self_test, case(PRESET, tp=2, dp=2, dtype=dtype), timeout=240.0)[0]
     assert [result.fault for result in results if not result.seen] == []
-    assert all(result.worst.error > 10 * result.worst.bound for result in results)
+    # Of the initial weights the prompt's state changes the logits by some percent.
+    assert all(r.worst.error > 10 * r.worst.bound for r in results if r.fault != "forgotten_prompt")
 
 
 def test_shrunk_preset_keeps_what_hides_faults():
@@ -177,7 +183,7 @@ def test_where_one_process_in_fp64_does_not_fit_the_bound_stays(monkeypatch, cap
     monkeypatch.setattr(run, "run_on_mesh", lambda *_: exact)
     monkeypatch.setattr(run, "measure_fp32", too_large)
     with process_group(CPU):
-        assert {row.bound for row in run.verify(one)} == {1e-9, 2e-2}
+        assert {row.bound for row in run.compare_models(one, Mesh(one.parallel, CPU))} == {1e-9, 2e-2}
     assert "float32 bounds stay unchanged" in caplog.text
 
 
@@ -276,6 +282,17 @@ def test_command_in_one_process_ends_with_1_when_a_bound_is_exceeded(capsys, mon
     monkeypatch.setitem(comparison.RELATIVE_BOUND, "float64", 1e-18)
     assert main(["verify", "transnormerllm-385m", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+def test_command_ends_with_1_when_a_fused_step_is_wrong(capsys, monkeypatch):
+    def without_next_state(mixer, residual, x, norm, context, state):
+        y, _ = Mixer.add_step(mixer, residual, x, norm, context, state)
+        return MixerOutput(y, state)
+
+    monkeypatch.setattr(TransNormer, "add_step", without_next_state)
+    assert main(["verify", "transnormerllm-385m", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows if not row["passed"]] == ["decoding.one_process"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from megalin.layers.gates import MixerGates
+from megalin.ops.dispatch.overrides import bypasses, has_hooks, ignored_override
 from megalin.ops.dropout import DropoutKeys
 from megalin.parallel.context_parallel import ContextParallel
 from megalin.parallel.sequence_documents import DocumentView, SequenceDocuments
@@ -16,6 +17,9 @@ from megalin.parallel.tensor_parallel import TensorParallel, largest_magnitudes
 
 State = tuple[Tensor, ...]
 """The recurrent state or cache after the tokens so far, each tensor [B, ...]; empty for a mixer without one."""
+
+DecodingPath = Literal["add_step", "step", "forward", "block"]
+"""Method that decodes a token: of the mixer, or of its block for all mixers, which is then the block's `forward`."""
 
 
 class SequenceContext(NamedTuple):
@@ -51,6 +55,8 @@ class MixerContext(NamedTuple):
     room for the token (`Mixer.reserve`)."""
     dropout: DropoutKeys | None = None
     """Keys of the dropout masks of the block, which drops the mixer's output; None without dropout."""
+    decoding: DecodingPath = "add_step"
+    """Method of decoding steps (`Mixer.decoding_path`)."""
 
 
 class MixerOutput(NamedTuple):
@@ -144,19 +150,37 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         """One token of decoding: x [B, 1, D], positions [B, 1]; equals `forward` on the full sequence."""
         raise NotImplementedError
 
+    @bypasses("forward", "step")
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
     ) -> MixerOutput:
-        """residual + f(norm(x)) for one token of decoding, by `step`: residual, x [B, 1, D], and the next state.
+        """residual + f(norm(x)) for one token of decoding, by `decode`: residual, x [B, 1, D], and the next state.
 
         A mixer overrides it where kernels join the norm and the addition with its own operations.
         """
-        output = self.step(norm(x).to(context.compute_dtype), context, state)
+        output = self.decode(norm(x).to(context.compute_dtype), context, state)
         return MixerOutput(residual + output.y, output.state)
+
+    def decode(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
+        """One token of decoding by `step`, or by `forward` where `step` would ignore an override."""
+        return self(x, context, state) if context.decoding == "forward" else self.step(x, context, state)
+
+    def decoding_path(self, norm: nn.Module | None = None) -> DecodingPath:
+        """The fastest method of decoding steps that ignores no override and no forward hook.
+
+        Args:
+            norm: the norm of its input, whose hooks `add_step` might ignore.
+        """
+        if ignored_override(self, "step"):
+            return "forward"
+        if ignored_override(self, "add_step") or (norm is not None and has_hooks(norm)):
+            return "step"
+        return "add_step"
 
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates | None:
         """The decay and gates with which `forward` of the same x and context, without a state, computes.

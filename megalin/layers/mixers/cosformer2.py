@@ -10,6 +10,7 @@ from megalin.layers.gates import MixerGates
 from megalin.layers.linear_attention import LowRankGatedAttention
 from megalin.layers.mixer_configs.cosformer2 import CosFormer2Config
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.ops.scans.driver import fold
 from megalin.ops.scans.states import tpe_state
 from megalin.ops.scans.tpe import TPEOutput, tpe, tpe_flops, tpe_step
@@ -83,6 +84,7 @@ class TPE(Mixer):
         )
         return self._whole(result, keep_state=state is not None)
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         mine, coefficients, log_decay = self._local(x, context)
         output, memory = tpe_step(mine[:, 0], coefficients, log_decay, state[0])

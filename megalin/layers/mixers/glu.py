@@ -8,6 +8,7 @@ from megalin.layers.mixer_configs.glu import GLUConfig
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.norms import SRMSNorm
 from megalin.ops.decoding.few_rows import normed_glu
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalin.parallel.tensor_parallel import local
 
@@ -31,11 +32,17 @@ class GLU(Mixer):
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         return self(x, context, state)
 
+    @bypasses("forward", "step", up=ColumnParallelLinear, down=RowParallelLinear)
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
     ) -> MixerOutput:
-        joins = self.down.joins_addition and self.up.bias is None and residual.dtype == context.compute_dtype
-        if not joins or not isinstance(norm, SRMSNorm):
+        joins = (
+            self.down.joins_addition
+            and self.up.bias is None
+            and self.up.float8 is None
+            and residual.dtype == context.compute_dtype
+        )
+        if not joins or type(norm) is not SRMSNorm:
             return super().add_step(residual, x, norm, context, state)
         weight = local(self.up.weight).flatten(0, 1)
         return MixerOutput(

@@ -20,6 +20,7 @@ from megalin.layers.mixers.base import (
 )
 from megalin.layers.norms import SRMSNorm
 from megalin.ops.decoding.gated_steps import NormedInput, gated_vector_step
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.ops.gates.forget_gate_scan import forget_gate_scan
 from megalin.ops.gates.forget_gates import forget_gates
 from megalin.ops.scans.fixed_decay import decay_scan_flops
@@ -121,17 +122,19 @@ class HGRN2(Mixer):
         )
         return MixerOutput(self.out(scan.output.flatten(2)), () if state is None else (scan.state,))
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
-        q, k, v, log_decay = (tensor[:, 0] for tensor in self._heads(x, context))
+        q, k, v, log_decay = (tensor[:, 0] for tensor in gated_heads(*self._projections(x), context))
         scan = vector_decay_step(q, k, v, log_decay, state[0], scale=self.scale, in_place=context.in_place)
         return MixerOutput(self.out(scan.output.flatten(1)[:, None]), (scan.state,))
 
+    @bypasses("forward", "step", "_projections", qfv=ColumnParallelLinear, out=NormedRowParallelLinear)
     def add_step(
         self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
     ) -> MixerOutput:
         if not self.out.joins_addition or residual.dtype != context.compute_dtype:
             return super().add_step(residual, x, norm, context, state)
-        unnormed = NormedInput(x[:, 0], norm.eps) if isinstance(norm, SRMSNorm) and not self.config.bias else None
+        unnormed = NormedInput(x[:, 0], norm.eps) if type(norm) is SRMSNorm and not self.config.bias else None
         parts = self.qfv(norm(x) if unnormed is None else x, gather_input=True, split_parts=False)
         step = gated_vector_step(
             parts[:, 0].unflatten(-1, (3, self.local_heads, self.head_dim)),
@@ -154,18 +157,11 @@ class HGRN2(Mixer):
         q, logit, v = (tensor.unflatten(-1, (self.local_heads, self.head_dim)) for tensor in (q, logit, v))
         return q, logit, v
 
-    def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
-        """q, k, v, log f, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
-        q, logit, v = self._projections(x)
-        (beta,) = context.full_precision  # [D/tp]
-        k, log_decay = (gate.view_as(logit) for gate in forget_gates(logit.flatten(2), beta))
-        return q, k, v, log_decay
-
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
         """log f, and beta where bounds are learned."""
         (beta,) = context.full_precision
         bounds = None if self.config.lower_bounds == "none" else beta.unflatten(-1, (self.local_heads, -1))
-        return MixerGates(self._heads(x, context)[3], bounds)
+        return MixerGates(gated_heads(*self._projections(x), context)[3], bounds)
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
@@ -179,6 +175,13 @@ class HGRN2(Mixer):
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         return [(self.local_heads, self.head_dim, self.head_dim)]
+
+
+def gated_heads(q: Tensor, logit: Tensor, v: Tensor, context: MixerContext) -> tuple[Tensor, ...]:
+    """q, k, v, log f of the projections, each [B, T, H/tp, K]; k in the dtype of x, log f in at least fp32."""
+    (beta,) = context.full_precision  # [D/tp]
+    k, log_decay = (gate.view_as(logit) for gate in forget_gates(logit.flatten(2), beta))
+    return q, k, v, log_decay
 
 
 MIXER = HGRN2

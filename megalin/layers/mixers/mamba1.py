@@ -16,6 +16,7 @@ from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, Mixer
 from megalin.layers.short_conv import ShortConv
 from megalin.ops.decoding.few_rows import few_row_linear
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.ops.scans.selective_scan import selective_scan, selective_step
 from megalin.parallel.initialisation import Initializer, constant, normal, uniform
 from megalin.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -107,6 +108,7 @@ class Mamba1(Mixer):
         y = self._output(scan.output, inputs, context)
         return MixerOutput(y, () if state is None else (inputs.conv_state, scan.state))
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0])
         q, k, v, step = (y[:, 0] for y in (inputs.q, inputs.k, inputs.x, inputs.step))

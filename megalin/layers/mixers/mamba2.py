@@ -16,13 +16,14 @@ from megalin.layers.halo import entering_inputs
 from megalin.layers.mixer_configs.mamba2 import Mamba2Config
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.ops.dispatch.projection_part import ProjectionPart
 from megalin.ops.gates.scaled_heads import scaled_heads
 from megalin.ops.scans.projected_conv import projected_conv
 from megalin.ops.scans.scalar_decay import scalar_decay_scan, scalar_decay_scan_flops, scalar_decay_step
 from megalin.ops.scans.short_conv import short_conv
 from megalin.parallel.initialisation import Initializer, constant, normal, uniform
-from megalin.parallel.linear import ColumnParallelLinear, GroupNormedRowParallelLinear, NormedRowParallelLinear
+from megalin.parallel.linear import ColumnParallelLinear, GroupNormedRowParallelLinear, NormedRowParallelLinear, Skip
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 
@@ -154,6 +155,7 @@ class Mamba2(Mixer):
         y = self._output(scan.output, inputs, context)
         return MixerOutput(y, () if state is None else (*inputs.conv_states, scan.state))
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
@@ -219,7 +221,8 @@ class Mamba2(Mixer):
     def _output(self, scanned: Tensor, inputs: _ScanInputs, context: MixerContext) -> Tensor:
         """The scan's output [B, T, H/tp, P] -> y in the layout of the residual stream."""
         feed_through = context.full_precision[2].repeat_interleave(self.config.head_dim)  # [M/tp]
-        return self.out.forward_with_skip(scanned.flatten(2), inputs.x.flatten(2), feed_through, inputs.gate)
+        y: Tensor = self.out(scanned.flatten(2), inputs.gate, skip=Skip(inputs.x.flatten(2), feed_through))
+        return y
 
     def flops(self, length: int) -> int:
         scan = scalar_decay_scan_flops(

@@ -19,6 +19,7 @@ from megalin.layers.mixer_configs.recurrence import RecurrenceConfig
 from megalin.layers.mixers.base import BuildContext, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.recurrence_gates import DecayGate, DecayVectors, GateSizes, LowRankGate
 from megalin.layers.recurrence_scan import Recurrence
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.ops.norms.rms_norm import rms_norm
 from megalin.ops.norms.srmsnorm import srmsnorm
 from megalin.ops.positions.activated_lrpe import one_plus_elu
@@ -131,6 +132,7 @@ class RecurrenceMixer(Mixer):
         y = self._output(scan.output, inputs.gate)
         return MixerOutput(y, () if state is None else (*inputs.conv_state, scan.state))
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state)
         q, k, v = inputs.q[:, 0], inputs.k[:, 0], inputs.v[:, 0]

@@ -18,6 +18,7 @@ from megalin.layers.mixer_configs.rodimus import RodimusConfig
 from megalin.layers.mixers.base import BuildContext, FullPrecision, Mixer, MixerContext, MixerOutput, State
 from megalin.layers.short_conv import ShortConv
 from megalin.ops.dispatch.dtypes import compute_dtype
+from megalin.ops.dispatch.overrides import bypasses, unchanged
 from megalin.ops.dispatch.projection_part import ProjectionPart
 from megalin.ops.gates.ddts_gates import ddts_gates
 from megalin.ops.gates.low_rank_gate import low_rank_gate
@@ -27,7 +28,7 @@ from megalin.ops.scans.short_conv import ShortConvOutput
 from megalin.ops.scans.vector_decay import vector_decay_scan
 from megalin.ops.scans.vector_decay_step import vector_decay_step
 from megalin.parallel.initialisation import Initializer, constant, uniform
-from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear
+from megalin.parallel.linear import ColumnParallelLinear, NormedRowParallelLinear, Skip
 from megalin.parallel.tensor_parallel import TensorParallel, local
 
 GAIN = 2.0**-2.5
@@ -143,6 +144,7 @@ class Rodimus(Mixer):
         y = self._output(scan.output, inputs, context)
         return MixerOutput(y, () if state is None else (*inputs.conv_state, scan.state))
 
+    @bypasses("forward")
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
         inputs = self._scan_inputs(x, context, state[0])
         q, k, v, log_decay = (y[:, 0] for y in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
@@ -153,7 +155,7 @@ class Rodimus(Mixer):
     def gate_values(self, x: Tensor, context: MixerContext) -> MixerGates:
         """log alpha [B, T, 1, N]; g, tau and g^tau of the keys, and beta-hat of the values, [B, T, 1, M/tp]."""
         x, _ = self.fc(x, gather_input=True)
-        logits = self._logits(x, self._convolved(x, context, None).output)
+        logits = self._logits(x, _convolved(self, x, context, None).output)
         strength, temperature = self._gate_logits(logits, context.full_precision[1:])
         gates = {}
         if strength is not None:
@@ -169,20 +171,15 @@ class Rodimus(Mixer):
             selected.log_decay[:, :, None], gates={name: gate[:, :, None] for name, gate in gates.items()}
         )
 
-    def _convolved(self, x: Tensor, context: MixerContext, state: Tensor | None) -> ShortConvOutput:
-        """x' [B, T, M/tp], and the last inputs."""
-        if state is None:
-            state = entering_inputs(x, context, self.cp, taps=self.config.conv_width)
-        convolved: ShortConvOutput = self.conv(x, state=state, document_ids=context.documents.ids)
-        return convolved
-
     def _scan_inputs(self, x: Tensor, context: MixerContext, conv_state: Tensor | None) -> _ScanInputs:
-        if conv_state is None and context.documents.shard is None:
+        joins = conv_state is None and context.documents.shard is None
+        if joins and unchanged(self.conv, ShortConv):
             return self._joined_scan_inputs(x, context)
         x, gate = self.fc(x, gather_input=True)  # [B, T, M/tp]
-        conv = self._convolved(x, context, conv_state)
+        conv = _convolved(self, x, context, conv_state)
         return self._selected(x, x, conv.output, gate, context, (conv.state,))
 
+    @bypasses()
     def _joined_scan_inputs(self, x: Tensor, context: MixerContext) -> _ScanInputs:
         """Those of a full sequence from its start: both halves' gradients are written as one."""
         reads_logits = self.rank > 0 or self.config.query_key_input != "convolved"
@@ -262,7 +259,8 @@ class Rodimus(Mixer):
 
     def _output(self, scan: Tensor, inputs: _ScanInputs, context: MixerContext) -> Tensor:
         """scan [B, T, 1, M/tp] -> y in the layout of the residual stream."""
-        return self.out.forward_with_skip(scan.squeeze(2), inputs.x_conv, context.full_precision[0], inputs.gate)
+        y: Tensor = self.out(scan.squeeze(2), inputs.gate, skip=Skip(inputs.x_conv, context.full_precision[0]))
+        return y
 
     def flops(self, length: int) -> int:
         scan = decay_scan_flops(
@@ -278,6 +276,14 @@ class Rodimus(Mixer):
     def state_shapes(self) -> list[tuple[int, ...]]:
         taps, width = self.config.conv_width, self.local_inner
         return [(taps - 1, width), (1, self.config.state_size, width)]
+
+
+def _convolved(mixer: Rodimus, x: Tensor, context: MixerContext, state: Tensor | None) -> ShortConvOutput:
+    """x' [B, T, M/tp], and the last inputs."""
+    if state is None:
+        state = entering_inputs(x, context, mixer.cp, taps=mixer.config.conv_width)
+    convolved: ShortConvOutput = mixer.conv(x, state=state, document_ids=context.documents.ids)
+    return convolved
 
 
 MIXER = Rodimus

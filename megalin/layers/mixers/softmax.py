@@ -112,19 +112,8 @@ class Softmax(Mixer):
         return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
 
     def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
-        q, k, v = self._heads(x, context)
-        if state is None:
-            return MixerOutput(self.out(self._attention(q, k, v, context).flatten(2)), ())
-        documents = context.documents.ids
-        if documents is None:
-            documents = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
-        past_k, past_v, remembered = state
-        visible = visible_tokens(documents, remembered > 0)
-        all_k, all_v = torch.cat([past_k.to(k.dtype), k], dim=1), torch.cat([past_v.to(v.dtype), v], dim=1)
-        y = self.out(softmax_attention(q, all_k, all_v, visible=visible).flatten(2))
-        kept = visible[:, -1]  # the last token's document so far
-        keys, values = (_keep(tensor, kept).to(past_k.dtype) for tensor in (all_k, all_v))
-        return MixerOutput(y, (keys, values, kept.to(remembered.dtype)))
+        y, state = self._attention(*self._heads(x, context), context, state)
+        return MixerOutput(self.out(y.flatten(2)), state)
 
     def _heads(self, x: Tensor, context: MixerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H/tp, K], keys and values [B, T, G/tp, K], the first two with their positions."""
@@ -138,30 +127,27 @@ class Softmax(Mixer):
         q, k = (rope(y, context.positions, base=base, scaling=scaling) for y in (q, k))
         return q, k, v
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
-        """Attention [B, T/cp, H/tp, K] over full sequences, without a state."""
-        if self.gathers_tokens:
-            k, v = self.cp.gather_tokens(k), self.cp.gather_tokens(v)
-            return softmax_attention(q, k, v, visible=self._visible(q, k.shape[1], context))
-        if self.repeats > 1:
-            k, v = k.repeat_interleave(self.repeats, dim=2), v.repeat_interleave(self.repeats, dim=2)
-        q, k, v = self.cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
-        return self.cp.to_tokens(self._causal_attention(q, k, v, context))
-
-    def _visible(self, q: Tensor, length: int, context: MixerContext) -> Tensor:
-        """The tokens of full sequences that this rank's tokens attend to, [1 or B, T/cp, length]."""
-        documents = context.documents.full_sequence.document_ids
-        return visible_near(self.cp.positions(q), length, documents, window=None)
-
-    def _causal_attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
-        """Attention of some heads over full sequences."""
-        return causal_attention(q, k, v, documents=context.documents.packed, backend=self.config.backend)
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext, state: State | None
+    ) -> tuple[Tensor, State]:
+        """Attention [B, T/cp, H/tp, K] over full sequences, or over the state's tokens too, and the next state."""
+        if state is None:
+            return _full_attention(self, q, k, v, context), ()
+        if context.in_place:
+            return softmax_attention_step(q, k, v, KeyValueCache(*state)), state
+        documents = context.documents.ids
+        if documents is None:
+            documents = torch.zeros(k.shape[:2], dtype=torch.int32, device=k.device)
+        past_k, past_v, remembered = state
+        visible = visible_tokens(documents, remembered > 0)
+        all_k, all_v = torch.cat([past_k.to(k.dtype), k], dim=1), torch.cat([past_v.to(v.dtype), v], dim=1)
+        y = softmax_attention(q, all_k, all_v, visible=visible)
+        kept = visible[:, -1]  # the last token's document so far
+        keys, values = (_keep(tensor, kept).to(past_k.dtype) for tensor in (all_k, all_v))
+        return y, (keys, values, kept.to(remembered.dtype))
 
     def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
-        if not context.in_place:
-            return self(x, context, state)
-        y = softmax_attention_step(*self._heads(x, context), KeyValueCache(*state))
-        return MixerOutput(self.out(y.flatten(2)), state)
+        return self(x, context, state)
 
     def flops(self, length: int) -> int:
         attention = softmax_attention_flops(length, num_heads=self.config.num_heads, head_dim=self.head_dim)
@@ -195,36 +181,23 @@ class LocalSoftmax(Softmax):
         packed = documents.in_blocks(size, offsets=self.config.host_reads_documents)
         return DocumentView(documents.ids, full_sequence=documents.full_sequence, packed=packed)
 
-    def forward(self, x: Tensor, context: MixerContext, state: State | None) -> MixerOutput:
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext, state: State | None
+    ) -> tuple[Tensor, State]:
         if state is None:
-            return super().forward(x, context, None)
+            return super()._attention(q, k, v, context, None)
         config = self.config
         attention = local_attention(
-            *self._heads(x, context),
+            q,
+            k,
+            v,
             LocalCache(*state),
             window=config.span,
             num_sinks=config.num_sinks or 0,
             blocks=config.block_size is not None,
             document_ids=context.documents.ids,
         )
-        return MixerOutput(self.out(attention.output.flatten(2)), attention.cache)
-
-    def step(self, x: Tensor, context: MixerContext, state: State) -> MixerOutput:
-        return self(x, context, state)
-
-    def _visible(self, q: Tensor, length: int, context: MixerContext) -> Tensor:
-        config, documents = self.config, context.documents.full_sequence.document_ids
-        if config.block_size is not None:
-            documents = block_ids(length, block=config.block_size, document_ids=documents, device=q.device)
-        positions = self.cp.positions(q)
-        return visible_near(positions, length, documents, window=config.window, num_sinks=config.num_sinks or 0)
-
-    def _causal_attention(self, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
-        config, documents = self.config, context.documents.packed
-        if config.block_size is not None and documents.ids is None:
-            return block_attention(q, k, v, block=config.block_size, backend=config.backend)
-        window, sinks = config.window, config.num_sinks or 0
-        return causal_attention(q, k, v, documents=documents, window=window, num_sinks=sinks, backend=config.backend)
+        return attention.output, attention.cache
 
     def flops(self, length: int) -> int:
         visible = self.config.span + (self.config.num_sinks or 0)
@@ -239,6 +212,32 @@ class LocalSoftmax(Softmax):
 
     def reserve(self, state: State, num_tokens: int) -> State:
         return state  # of fixed size
+
+
+def _full_attention(mixer: Softmax, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
+    """Attention [B, T/cp, H/tp, K] over full sequences, without a state."""
+    config, cp = mixer.config, mixer.cp
+    if mixer.gathers_tokens:
+        k, v = cp.gather_tokens(k), cp.gather_tokens(v)
+        documents, length = context.documents.full_sequence.document_ids, k.shape[1]
+        if config.block_size is not None:
+            documents = block_ids(length, block=config.block_size, document_ids=documents, device=q.device)
+        sinks = config.num_sinks or 0
+        visible = visible_near(cp.positions(q), length, documents, window=config.window, num_sinks=sinks)
+        return softmax_attention(q, k, v, visible=visible)
+    if mixer.repeats > 1:
+        k, v = k.repeat_interleave(mixer.repeats, dim=2), v.repeat_interleave(mixer.repeats, dim=2)
+    q, k, v = cp.to_heads(q, k, v)  # [B, T, H or G/tp/cp, K]
+    return cp.to_tokens(_causal_attention(config, q, k, v, context))
+
+
+def _causal_attention(config: SoftmaxConfig, q: Tensor, k: Tensor, v: Tensor, context: MixerContext) -> Tensor:
+    """Attention of some heads over full sequences."""
+    documents = context.documents.packed
+    if config.block_size is not None and documents.ids is None:
+        return block_attention(q, k, v, block=config.block_size, backend=config.backend)
+    window, sinks = config.window, config.num_sinks or 0
+    return causal_attention(q, k, v, documents=documents, window=window, num_sinks=sinks, backend=config.backend)
 
 
 def _keep(x: Tensor, kept: Tensor) -> Tensor:

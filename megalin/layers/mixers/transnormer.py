@@ -5,18 +5,19 @@ Without decay and gate it is TransNormer's NormAttention.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalin.layers.linear_attention import LinearAttention
 from megalin.layers.mixer_configs.transnormer import TransNormerConfig
-from megalin.layers.mixers.base import BuildContext
+from megalin.layers.mixers.base import BuildContext, MixerContext, MixerOutput, State
+from megalin.layers.norms import SRMSNorm
+from megalin.ops.decoding.gated_steps import NormedInput
+from megalin.ops.dispatch.overrides import bypasses
 from megalin.parallel.linear import ColumnParallelLinear
 
 
 class TransNormer(LinearAttention):
     """[q | k | v | u] = x W_qkvu; y = (SRMSNorm(scan(silu(q), silu(k), v)) * u) W_o (TransNormerLLM eq. 3-4)."""
-
-    projects_linearly = True
 
     def __init__(self, config: TransNormerConfig, scope: BuildContext) -> None:
         decay = None if config.decay == "none" else config.decay
@@ -29,6 +30,16 @@ class TransNormer(LinearAttention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._projection()(x, gather_input=True, split_parts=False), None
+
+    @bypasses("project", "_projection", "unnormed_input", qkvu=ColumnParallelLinear, qkv=ColumnParallelLinear)
+    def add_step(
+        self, residual: Tensor, x: Tensor, norm: nn.Module, context: MixerContext, state: State
+    ) -> MixerOutput:
+        return super().add_step(residual, x, norm, context, state)
+
+    def unnormed_input(self, x: Tensor, norm: nn.Module) -> NormedInput | None:
+        # `project` is a linear map, with which the scale of the norm commutes.
+        return NormedInput(x[:, 0], norm.eps) if type(norm) is SRMSNorm else None
 
     def projection_flops(self) -> int:
         return self._projection().flops()

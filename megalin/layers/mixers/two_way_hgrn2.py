@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalin.errors import ConfigError
 from megalin.layers.mixer_configs.two_way_hgrn2 import TwoWayHGRN2Config
 from megalin.layers.mixers.base import BuildContext, MixerContext, MixerOutput, State
-from megalin.layers.mixers.hgrn2 import HGRN2
+from megalin.layers.mixers.hgrn2 import HGRN2, gated_heads
 from megalin.ops.scans.context_parallel import SequenceShard
 from megalin.ops.scans.fixed_decay import decay_scan_flops
 from megalin.ops.scans.vector_decay import vector_decay_scan
@@ -36,7 +36,7 @@ class TwoWayHGRN2(HGRN2):
         if state is not None:
             self._refuse_state()
         ids, valid, documents = context.documents.ids, context.documents.valid, context.documents.shard
-        q, k, v, log_decay = self._heads(x, context)
+        q, k, v, log_decay = gated_heads(*self._projections(x), context)
         if valid is not None:
             padding = ~valid[..., None, None]
             k, log_decay = k.masked_fill(padding, 0.0), log_decay.masked_fill(padding, 0.0)
