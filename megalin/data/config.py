@@ -125,8 +125,9 @@ class DataConfig(Config):
     tokenizer: str | None = None
     """Tokenizer that made the shards: the path of a tokenizer.json, of its folder, of a SentencePiece .model or of a
     .tiktoken file, or "bytes"; generation and bits per byte need it."""
-    eod_token: str | None = pydantic.Field(default=None, min_length=1)
-    """Name of the token that ends a document; left out: eos_token of the tokenizer's folder, or else <|endoftext|>."""
+    eod_token: TokenId | Annotated[str, pydantic.Field(min_length=1)] | None = None
+    """Token that ends a document: text or id; left out: eos_token of the tokenizer's folder, or else the end of a
+    published vocabulary, or <|endoftext|>."""
     preparation: list[str] = pydantic.Field(default_factory=list)
     """Commands that make the shards and the tokenizer, in order; the error about missing files prints them."""
     isolate_documents: bool = True
