@@ -45,7 +45,11 @@ def _preprocess(parser: argparse.ArgumentParser) -> None:
     add("--tiktoken-pattern", default="", help="of ranks of no published vocabulary: gpt2, cl100k, o200k, llama3, qwen")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--eod-token", help="text or id of that token (that of the tokenizer's files)")
-    add("--special-tokens", action="store_true", help="keep ids that tokenizer.json adds (BOS), as Megatron-LM does")
+    add(
+        "--special-tokens",
+        action="store_true",
+        help="put the ids around texts that tokenizer.json adds, or BOS before them",
+    )
     add("--workers", type=int, default=1, help=f"tokenizing processes (1); {_SAME_OUTPUT}")
     add("--shard", metavar="I/N", help="process part I of N only (from 0); finish with --resume without --shard")
     add("--resume", action="store_true", help="keep the finished parts of an interrupted run")

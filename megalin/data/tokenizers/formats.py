@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,22 +53,44 @@ def holds_ranks(path: Path) -> bool:
         return _FIRST_RANK.match(file.read(_FIRST_BYTES)) is not None
 
 
-def named_end_tokens(folder: Path) -> Iterator[str]:
-    """Yields `eos_token` of the settings of a Hugging Face tokenizer in `folder`. Raises DataError for a bad file."""
+class SpecialIds(NamedTuple):
+    """Special ids of a tokenizer's texts."""
+
+    before: tuple[int, ...] = ()
+    """Ids that precede a text with special tokens, such as BOS."""
+    after: tuple[int, ...] = ()
+    """Ids that follow it."""
+    by_default: bool = False
+    """Whether a text has them by default, as that of a tokenizer.json whose post-processor adds them."""
+    begin: int | None = None
+    """Id of BOS, also of a tokenizer that does not add it by itself; None where the files name none."""
+
+
+def named_tokens(folder: Path, key: str) -> Iterator[str]:
+    """Yields `key` (eos_token, bos_token) of the settings of a Hugging Face tokenizer in `folder`.
+
+    Raises:
+        DataError: a bad file.
+    """
+    for token in _settings(folder, key):
+        content = token.get("content") if isinstance(token, dict) else token  # an added token, or its name
+        if isinstance(content, str):
+            yield content
+
+
+def _settings(folder: Path, key: str) -> Iterator[Any]:
+    """Yields the values of a key in the settings of a tokenizer's folder. Raises DataError for a bad file."""
     for name in _SETTINGS_FILES:
         path = folder / name
         if not path.exists():
             continue
         data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="remove it, or download it again")
         try:
-            token = json.loads(data)["eos_token"]
+            yield json.loads(data)[key]
         except KeyError:
             continue
         except (ValueError, TypeError, RecursionError):
             raise DataError(f"{path}: not a JSON object; remove it, or download it again") from None
-        content = token.get("content") if isinstance(token, dict) else token  # an added token, or its name
-        if isinstance(content, str):
-            yield content
 
 
 class SentencePieceTokenizer:
@@ -97,6 +120,13 @@ class SentencePieceTokenizer:
         if eod is None:
             raise DataError(f"{path}: has neither an end of sentence nor {END_OF_DOCUMENT}; train it with one of them")
         self.eod_id = int(eod)
+        begin = int(self._processor.bos_id())
+        if begin < 0:
+            self.special = SpecialIds()
+        elif next(_settings(path.parent, "add_bos_token"), False) is True:
+            self.special = SpecialIds((begin,), by_default=True, begin=begin)
+        else:
+            self.special = SpecialIds((begin,))
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))

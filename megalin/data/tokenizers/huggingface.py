@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -20,8 +21,9 @@ from megalin.data.tokenizers.formats import (
     TOKENIZER_FILE,
     VOCABULARY_LIMIT,
     EodToken,
+    SpecialIds,
     end_of_document,
-    named_end_tokens,
+    named_tokens,
 )
 from megalin.data.tokenizers.panics import panics_as_data_errors
 from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
@@ -40,14 +42,11 @@ class HuggingFaceTokenizer:
     tokenizer_config.json, then of special_tokens_map.json in the same folder; `<|endoftext|>`.
     """
 
-    def __init__(
-        self, path: Path, data: bytes | None = None, *, eod_token: EodToken | None = None, special_tokens: bool = False
-    ) -> None:
+    def __init__(self, path: Path, data: bytes | None = None, *, eod_token: EodToken | None = None) -> None:
         """Reads a local file, that of a folder, or its content from `data`; nothing is downloaded and no code is run.
 
         Args:
             eod_token: text or id of the token that ends a document.
-            special_tokens: `encode` adds the ids of the file's post-processor, such as BOS, as Megatron-LM does.
 
         Raises:
             DataError: the file is missing, longer than 64 MiB, not a tokenizer, without an end of a document, or has an
@@ -77,9 +76,7 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
         description = json.loads(data)
         self._decoder = description.get("decoder")
-        self._special_tokens = special_tokens
-        cached = cuts_as_gpt2(description) and not special_tokens
-        self._cache = WordCache(self._encode_whole) if cached else None
+        self._cache = WordCache(self._encode_whole) if cuts_as_gpt2(description) else None
 
     def _end_of_document(self, given: EodToken | None) -> str:
         """Name of the token that ends a document. Raises DataError."""
@@ -90,7 +87,7 @@ class HuggingFaceTokenizer:
             if name is None:
                 raise DataError(f"{self.path}: has no token of id {number} to end a document; give another one")
             return str(name)
-        named = list(named_end_tokens(self.path.parent))
+        named = list(named_tokens(self.path.parent, "eos_token"))
         for token in (*named, END_OF_DOCUMENT):
             if token in self._vocabulary:
                 return token
@@ -100,22 +97,32 @@ class HuggingFaceTokenizer:
             "or data.eod_token"
         )
 
-    def leading_special_ids(self) -> list[int]:
-        """The ids that the file's post-processor puts before a text, such as BOS; empty without such."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [number for number, _ in itertools.takewhile(lambda each: each[1], marked)]
+    @functools.cached_property
+    def special(self) -> SpecialIds:
+        """Ids that the file's post-processor adds, and BOS: the folder's `bos_token`, or else the first id that it adds
+        before a text. Raises DataError for a post-processor that does more than this."""
+        texts = ("a", *itertools.islice(self._vocabulary, 1000))
+        text = next((text for text in texts if self.encode(text)), "")
+        encoding = self._tokenizer.encode(text, add_special_tokens=True)
+        marked = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        before = tuple(number for number, _ in itertools.takewhile(lambda each: each[1], marked))
+        after = tuple(encoding.ids[len(before) + len(self.encode(text)) :])
+        if encoding.ids != [*before, *self.encode(text), *after]:
+            raise DataError(f"{self.path}: its post-processor repeats a text; give one that adds tokens around it")
+        named = [name for name in named_tokens(self.path.parent, "bos_token") if name in self._vocabulary]
+        begin = self._vocabulary[named[0]] if named else next(iter(before), None)
+        return SpecialIds(before, after, by_default=bool(before or after), begin=begin)
 
     def encode(self, text: str) -> list[int]:
         with panics_as_data_errors(self.path):
-            return list(self._tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._encode_whole(texts) if self._cache is None else self._cache.encode_batch(texts)
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         with panics_as_data_errors(self.path):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

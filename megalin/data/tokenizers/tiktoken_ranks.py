@@ -18,6 +18,7 @@ from megalin.data.tokenizers.formats import (
     FILE_LIMIT_BYTES,
     VOCABULARY_LIMIT,
     EodToken,
+    SpecialIds,
     end_of_document,
 )
 from megalin.data.tokenizers.panics import panics_as_data_errors
@@ -59,6 +60,7 @@ class TiktokenTokenizer:
         self.vocab_size = max(*self._ranks.values(), *special.values(), self.eod_id) + 1
         self.digest = hashlib.sha256(f"tiktoken {name}\n".encode() + data).hexdigest()
         self._special = special
+        self.special = SpecialIds(() if family is None or family.begin is None else (special[family.begin],))
         self._normal_form = None if family is None else family.normal_form
         self._known = frozenset((*self._ranks.values(), *special.values()))
         self._encoding: Any = library.Encoding(

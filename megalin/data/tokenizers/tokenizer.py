@@ -20,6 +20,7 @@ from megalin.data.tokenizers.formats import (
     VOCABULARY_LIMIT,
     EodToken,
     SentencePieceTokenizer,
+    SpecialIds,
     end_of_document,
     holds_ranks,
 )
@@ -43,6 +44,7 @@ class Tokenizer(Protocol):
         vocab_size: one more than the largest id.
         eod_id: the id that ends a document; `encode` never returns it.
         digest: sha256, in hex, of the definition of the ids: equal digests give equal ids.
+        special: special ids of its texts, which `encode` leaves out but for `WithSpecialTokens`.
     """
 
     @property
@@ -51,10 +53,11 @@ class Tokenizer(Protocol):
     def eod_id(self) -> int: ...
     @property
     def digest(self) -> str: ...
+    @property
+    def special(self) -> SpecialIds: ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens unless it was loaded so; the text of a special token in it is
-        ordinary text."""
+        """Token ids of `text`; the text of a special token in it is ordinary text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, as `encode`."""
@@ -79,13 +82,16 @@ class TokenizerFiles(NamedTuple):
     files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one, or its folder
     pattern: str = ""  # of tiktoken; empty: that of the published vocabulary
     eod_token: EodToken | None = None  # None: determined by the files
-    special_tokens: bool = False  # of huggingface: encode adds the ids of the file's post-processor
+    special_tokens: bool = False  # encode adds special ids around each text, such as BOS
 
     def __str__(self) -> str:
         return " ".join(self.files) or self.kind
 
     def load(self) -> Tokenizer:
         """Loads the tokenizer. Raises DataError for an invalid file, ConfigError where a library is missing."""
+        return WithSpecialTokens(self._load()) if self.special_tokens else self._load()
+
+    def _load(self) -> Tokenizer:
         match self.kind:
             case "bytes":
                 return ByteTokenizer(eod_token=self.eod_token)
@@ -96,8 +102,7 @@ class TokenizerFiles(NamedTuple):
             case "gpt2":
                 return gpt2_tokenizer(*map(Path, self.files), eod_token=self.eod_token)
             case "huggingface":
-                file, eod_token = Path(self.files[0]), self.eod_token
-                return HuggingFaceTokenizer(file, eod_token=eod_token, special_tokens=self.special_tokens)
+                return HuggingFaceTokenizer(Path(self.files[0]), eod_token=self.eod_token)
 
 
 def load_tokenizer(path: str, eod_token: EodToken | None = None, *, special_tokens: bool = False) -> Tokenizer:
@@ -108,7 +113,7 @@ def load_tokenizer(path: str, eod_token: EodToken | None = None, *, special_toke
 
     Args:
         eod_token: text or id of the token that ends a document; None: determined by the files.
-        special_tokens: `encode` adds the ids of a tokenizer.json's post-processor, such as BOS.
+        special_tokens: `encode` adds special ids around each text (`WithSpecialTokens`).
 
     Raises:
         As `TokenizerFiles.load`.
@@ -136,6 +141,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod_id = _BYTES_END
+    special = SpecialIds()
     digest = hashlib.sha256(b"megalin byte tokenizer: 256 bytes, end of document 256").hexdigest()
 
     def __init__(self, *, eod_token: EodToken | None = None) -> None:
@@ -160,6 +166,35 @@ class ByteTokenizer:
         counts = np.ones(self.vocab_size, np.int64)
         counts[_BYTES_END] = 0
         return counts
+
+
+class WithSpecialTokens:
+    """Tokenizer that puts special ids around each text: those of a tokenizer.json's post-processor, as Megatron-LM and
+    transformers do; of a SentencePiece model and of Llama's ranks, BOS.
+
+    Attributes:
+        plain: the tokenizer without them.
+    """
+
+    def __init__(self, plain: Tokenizer) -> None:
+        self.plain = plain
+        self.vocab_size, self.eod_id, self.digest = plain.vocab_size, plain.eod_id, plain.digest
+        self.special = plain.special
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.special.before, *self.plain.encode(text), *self.special.after]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[*self.special.before, *ids, *self.special.after] for ids in self.plain.encode_batch(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.plain.decode(ids)
+
+    def token_id(self, token: str) -> int | None:
+        return self.plain.token_id(token)
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        return self.plain.token_bytes()
 
 
 def gpt2_tokenizer(vocabulary: Path, merges: Path, *, eod_token: EodToken | None = None) -> HuggingFaceTokenizer:

@@ -68,9 +68,7 @@ def test_bad_settings_are_refused(folder: Path, text: str):
 
 
 def test_ids_of_the_post_processor_are_kept_only_on_request(folder: Path):
-    plain, special = (
-        HuggingFaceTokenizer(folder, eod_token="</s>", special_tokens=special) for special in (False, True)
-    )
+    plain, special = (load_tokenizer(str(folder), "</s>", special_tokens=special) for special in (False, True))
     assert (plain.encode("a"), plain.encode_batch(["a"])) == ([0], [[0]])
     assert (special.encode("a"), special.encode_batch(["a"])) == ([3, 0], [[3, 0]])
     assert plain.digest == special.digest  # the same ids
@@ -82,7 +80,7 @@ def test_only_the_ids_before_a_text_begin_a_prompt(folder: Path):
     library.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 3), ("</s>", 1)])
     library.save(str(folder / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(folder, eod_token="</s>")
-    assert HuggingFaceTokenizer(folder, eod_token="</s>", special_tokens=True).encode("a") == [3, 3, 0, 1]
+    assert load_tokenizer(str(folder), "</s>", special_tokens=True).encode("a") == [3, 3, 0, 1]
     assert encode_prompts(tokenizer, ["a", ""], special_tokens=True) == [[3, 3, 0], [3, 3]]
     assert encode_prompts(tokenizer, ["a", ""], special_tokens=False) == [[0], []]
     library.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
@@ -101,6 +99,11 @@ def test_preprocess_writes_the_ids_of_megatron(folder: Path):
         assert list(shard.read(0, 3)) == [3, 0, 2]
     manifest = json.loads((folder / "shard_text_document.manifest.json").read_text())
     assert (manifest["tokenizer"]["eod_id"], manifest["tokenizer"]["special_tokens"]) == (2, True)
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "text": "aa"}\n{"prompt": "a", "text": ""}\n')
+    pairs = ["--input", str(folder / "pairs.jsonl"), *flags[2:], "--prompt-key", "prompt"]
+    assert preprocess_data.main([*pairs, "--output-prefix", str(folder / "pairs")]) == 0
+    with Shard(folder / "pairs_text_document") as shard:
+        assert list(shard.read(0, shard.num_tokens)) == [3, 0, 0, 2]  # BOS before the prompt alone
     other = ["--input", str(folder / "text.jsonl"), "--tokenizer-type", "ByteTokenizer", "--output-prefix", "x"]
     assert preprocess_data.main([*other, "--eod-token", "x"]) == 3
     assert preprocess_data.main([*other, "--special-tokens"]) == 2
