@@ -21,6 +21,7 @@ from megalin.evaluation.choices.encoding import EncodedRequest, check_vocabulary
 from megalin.evaluation.choices.scoring import score_carried
 from megalin.generation import Sampling, generate_on_mesh
 from megalin.generation.load import DtypeName, GenerationRun
+from megalin.generation.prompts import completion_text
 from megalin.parallel.mesh import Mesh
 
 MAX_NEW_TOKENS = 256
@@ -152,7 +153,8 @@ class MegalinModel(TemplateLM):
                 stop_ids=(self.eot_token_id,),
                 stop_when=lambda tokens, until=options.until: self._holds(tokens, until),  # type: ignore[misc]
             ):
-                number, text = order[completion.number], self._run.tokenizer.decode(completion.tokens)
+                number = order[completion.number]
+                text = completion_text(self._run.tokenizer, prompts[number], completion.tokens)
                 completions[number] = postprocess_generated_text(text, options.until, None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, completions[number])
         return completions

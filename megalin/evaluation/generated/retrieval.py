@@ -28,6 +28,7 @@ from megalin.evaluation.tasks.sequence_task import split_seed
 from megalin.evaluation.tasks.text_task import GenerationRequest, TextTask, fraction_found
 from megalin.generation import Sampling, generate_batches
 from megalin.generation.decoder import grows
+from megalin.generation.prompts import completion_text
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.agreement import on_every_rank
@@ -145,7 +146,7 @@ class _TextSuite(abc.ABC):
             )
             for completion in completions:
                 request = batch[completion.number]
-                text = self._tokenizer.decode(completion.tokens[: request.new_tokens])
+                text = completion_text(self._tokenizer, request.prompt, completion.tokens[: request.new_tokens])
                 fractions[order[done + completion.number]] = fraction_found(text, request.references)
             done += len(batch)
             on_progress(done, len(order))
