@@ -74,7 +74,9 @@ def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: M
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)
-    ids = encode_prompts(first.tokenizer, [prompt.text for prompt in prompts], special_tokens=arguments.special_tokens)
+    asked = arguments.special_tokens
+    special_tokens = bool(first.config.data.special_tokens) if asked is None else asked
+    ids = encode_prompts(first.tokenizer, [prompt.text for prompt in prompts], special_tokens=special_tokens)
     check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=first.positions)
     runs = chain([first], (open_for_generation(arguments.folder, step=step) for step in steps[1:]))
     total = len(steps) * num_rounds(len(prompts), arguments.batch_size, mesh.samples) * arguments.max_tokens

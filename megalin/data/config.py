@@ -128,6 +128,9 @@ class DataConfig(Config):
     eod_token: TokenId | Annotated[str, pydantic.Field(min_length=1)] | None = None
     """Token that ends a document: text or id; left out: eos_token of the tokenizer's folder, or else the end of a
     published vocabulary, or <|endoftext|>."""
+    special_tokens: bool | None = None
+    """Put the tokenizer's special ids, such as BOS, around prompts, choice tasks and texts of lm-eval, as in shards
+    made with --special-tokens; left out: not around prompts, around the others where a tokenizer.json adds them."""
     preparation: list[str] = pydantic.Field(default_factory=list)
     """Commands that make the shards and the tokenizer, in order; the error about missing files prints them."""
     isolate_documents: bool = True

@@ -21,7 +21,8 @@ FILE_LIMIT_BYTES = 64 << 20
 VOCABULARY_LIMIT = 1 << 22
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
-_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+_SETTINGS_FILES = (TOKENIZER_SETTINGS, "special_tokens_map.json")
 _FIRST_RANK = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
 _FIRST_BYTES = 256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, processors
 
 from megalin.data.config import DataConfig
+from megalin.data.datasets.token import open_parts
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megalin.errors import ConfigError, DataError
@@ -99,6 +101,14 @@ def test_preprocess_writes_the_ids_of_megatron(folder: Path):
         assert list(shard.read(0, 3)) == [3, 0, 2]
     manifest = json.loads((folder / "shard_text_document.manifest.json").read_text())
     assert (manifest["tokenizer"]["eod_id"], manifest["tokenizer"]["special_tokens"]) == (2, True)
+    config = DataConfig(train=["x"], sequence_length=1, tokenizer=str(folder), eod_token="</s>", special_tokens=False)
+    for special_tokens in (None, True, False):
+        changed = config.model_copy(update={"special_tokens": special_tokens})
+        refused = pytest.raises(
+            DataError, match=r"made with --special-tokens, but data\.special_tokens = False; set it to"
+        )
+        with ExitStack() as stack, refused if special_tokens is False else nullcontext():
+            open_parts(changed, "train", 4, [str(folder / "shard_text_document")], stack)
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "text": "aa"}\n{"prompt": "a", "text": ""}\n')
     pairs = ["--input", str(folder / "pairs.jsonl"), *flags[2:], "--prompt-key", "prompt"]
     assert preprocess_data.main([*pairs, "--output-prefix", str(folder / "pairs")]) == 0
