@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megalin.config import suggest
-from megalin.data.tokenizers.special_tokens import SpecialTokens, special_tokens_of
+from megalin.data.tokenizers.special_tokens import SpecialTokenRule, special_tokens_of
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.encoding import EncodedRequest, check_vocabulary
 from megalin.evaluation.choices.scoring import score_carried
@@ -101,7 +101,7 @@ class MegalinModel(TemplateLM):
         the prefix token's own name, which then is this token."""
         tokenizer = self._run.tokenizer
         if add_special_tokens is not None:
-            return SpecialTokens(add_special_tokens, self.prefix_token_id).encoder(tokenizer).encode(string)
+            return SpecialTokenRule(add_special_tokens, self.prefix_token_id).encoder(tokenizer).encode(string)
         name = tokenizer.decode([self.prefix_token_id])
         if name and string.startswith(name):
             return [self.prefix_token_id, *tokenizer.encode(string.removeprefix(name))]

@@ -8,7 +8,7 @@ from megalin.data.tokenizers.tokenizer import Tokenizer, WithSpecialTokens
 from megalin.errors import ConfigError
 
 
-class SpecialTokens(NamedTuple):
+class SpecialTokenRule(NamedTuple):
     """Special tokens of the texts that a model is evaluated on."""
 
     added: bool
@@ -21,7 +21,7 @@ class SpecialTokens(NamedTuple):
         return WithSpecialTokens(tokenizer) if self.added else tokenizer
 
 
-def special_tokens_of(tokenizer: Tokenizer, asked: bool | None) -> SpecialTokens:
+def special_tokens_of(tokenizer: Tokenizer, asked: bool | None) -> SpecialTokenRule:
     """The special tokens of a model's texts, those of lm-eval's `hf` model unless they are asked for or off.
 
     Args:
@@ -43,4 +43,4 @@ def special_tokens_of(tokenizer: Tokenizer, asked: bool | None) -> SpecialTokens
         begin = next(iter(special.before), None)
     else:
         begin = special.begin
-    return SpecialTokens(added, tokenizer.eod_id if begin is None else begin)
+    return SpecialTokenRule(added, tokenizer.eod_id if begin is None else begin)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.tokenizers.special_tokens import SpecialTokens, special_tokens_of
+from megalin.data.tokenizers.special_tokens import SpecialTokenRule, special_tokens_of
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices.requests import Request, Task
@@ -51,7 +51,7 @@ class EncodedTask(NamedTuple):
 
 
 def encode_task(
-    task: Task, tokenizer: Tokenizer, *, max_tokens: int, special_tokens: SpecialTokens | None = None
+    task: Task, tokenizer: Tokenizer, *, max_tokens: int, special_tokens: SpecialTokenRule | None = None
 ) -> EncodedTask:
     """Encodes a task as lm-eval does: prompt and answer together, split after as many ids as the prompt has alone;
     spaces at the end of the prompt count to the answer. A prompt without text is the prefix id of `special_tokens`.
