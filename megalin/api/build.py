@@ -103,7 +103,12 @@ def load(
     config, place = _decoder(run.model, f"{folder}: its model"), read_device(device)
     tokenizer = None if run.data.tokenizer is None else load_tokenizer(run.data.tokenizer, run.data.eod_token)
     model = load_whole_model(config, run.train, checkpoint, place, dtype=None if dtype is None else read_dtype(dtype))
-    return CausalLM(model, tokenizer=tokenizer, max_positions=max_positions(run, config)).eval()
+    return CausalLM(
+        model,
+        tokenizer=tokenizer,
+        max_positions=max_positions(run, config),
+        special_tokens=bool(run.data.special_tokens),
+    ).eval()
 
 
 def _decoder(config: AnyModelConfig, name: str) -> ModelConfig:

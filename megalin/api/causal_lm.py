@@ -41,15 +41,22 @@ class CausalLM(nn.Module):
         tokenizer: of the run that the model was loaded from, else None; it may be set.
         max_positions: tokens that a sequence may have, those that softmax attention was trained on or that have a
             learned position; None: any number.
+        special_tokens: whether `generate` puts the tokenizer's special ids before texts; of the run, else False.
     """
 
     __call__: Callable[..., CausalLMOutput]
 
     def __init__(
-        self, language_model: LanguageModel, *, tokenizer: Tokenizer | None = None, max_positions: int | None = None
+        self,
+        language_model: LanguageModel,
+        *,
+        tokenizer: Tokenizer | None = None,
+        max_positions: int | None = None,
+        special_tokens: bool = False,
     ) -> None:
         super().__init__()
         self.language_model, self.tokenizer, self.max_positions = language_model, tokenizer, max_positions
+        self.special_tokens = special_tokens
         self._tracked = [weight for mixer in language_model.mixers() for weight in mixer.norm_tracked_weights()]
         self._versions = [weight._version for weight in self._tracked]
         self._draws = 0
@@ -136,7 +143,7 @@ class CausalLM(nn.Module):
         seed: int = 0,
         batch_size: int = 16,
         stop_ids: Sequence[int] | None = None,
-        special_tokens: bool = False,
+        special_tokens: bool | None = None,
     ) -> PromptT:
         """Continues prompts, in eval mode and without gradients; a CUDA graph a token on GPUs.
 
@@ -152,7 +159,8 @@ class CausalLM(nn.Module):
             batch_size: prompts decoded together.
             stop_ids: ids that end a text, and are not part of it; None: the tokenizer's end of document, if there is a
                 tokenizer.
-            special_tokens: put the ids before each text that its tokenizer.json adds there, such as BOS.
+            special_tokens: put the ids before each text that its tokenizer has for its begin, such as BOS; None: as the
+                run's data.special_tokens.
 
         Raises:
             ConfigError: text without a tokenizer, an empty prompt, an id beyond the vocabulary, a parameter out of
@@ -160,6 +168,7 @@ class CausalLM(nn.Module):
         """
         if stop_ids is None:
             stop_ids = () if self.tokenizer is None else (self.tokenizer.eod_id,)
+        special_tokens = self.special_tokens if special_tokens is None else special_tokens
         given = prompt_ids(prompts, self.tokenizer, stop_ids=stop_ids, special_tokens=special_tokens)
         sources = [Prompt("", f"prompt {number}", {}) for number in range(len(given.ids))]
         check_prompts(sources, given.ids, max_tokens=max_tokens, positions=self.max_positions)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError
-from megalin.generation.prompts import encode_prompts
+from megalin.generation.prompts import completion_text, encode_prompts
 
 PromptT = TypeVar("PromptT", str, list[str], list[int], list[list[int]], Tensor)
 """A text, texts, ids, lists of ids, or ids as a tensor [T] or [B, T]."""
@@ -42,9 +42,13 @@ def prompt_ids(
                 "prompts of text, but the model has no tokenizer; give lists of ids, or set model.tokenizer = "
                 "megalin.datasets.load_tokenizer(PATH)"
             )
-        decode = tokenizer.decode
         ids = encode_prompts(tokenizer, several, special_tokens=special_tokens)
-        return PromptIds(ids, lambda found: decode(found[0]) if single else [decode(each) for each in found])
+
+        def texts(found: list[list[int]]) -> str | list[str]:
+            made = [completion_text(tokenizer, *pair) for pair in zip(ids, found, strict=True)]
+            return made[0] if single else made
+
+        return PromptIds(ids, texts)
     if not isinstance(several, list | tuple) or not all(_are(each, int) for each in several):
         raise ConfigError(
             f"prompts of type {type(prompts).__name__}: give a text, a list of texts, a list of ids, a list of such "

@@ -115,22 +115,27 @@ def _table(suite: str, results: Mapping[str, TaskResult]) -> Table:
     """The metrics of a suite's tasks, with their standard errors."""
     names = dict.fromkeys(name for result in results.values() for name in result.metrics)
     shown = [name for name in _COLUMNS if name in names] + [name for name in names if name[0].isdigit()]
-    truncated = any(result.num_truncated for result in results.values())
+    affected = [name for name in ("truncated", "merged") if any(_affected(each, name) for each in results.values())]
     task_heading, count_heading = _LOSS_SUITES.get(suite, ("task", "questions"))
     decimals = 4 if suite in _LOSS_SUITES else 3  # 4 as in the loss of the whole
     table = Table(
         Column(task_heading, no_wrap=True),
         count_heading,
         *(name.replace("_", " ") for name in shown),
-        *["truncated"] * truncated,
+        *affected,
     )
     for task, result in results.items():
         whole = result.num_questions == result.num_questions_in_file
         counts = f"{result.num_questions}" + ("" if whole else f" of {result.num_questions_in_file}")
         cells = [_value(result.metrics[name], decimals) if name in result.metrics else "" for name in shown]
-        cut = [f"{result.num_truncated} of {result.num_requests}"] if truncated else []
-        table.add_row(task.replace("[", r"\["), counts, *cells, *cut)
+        requests = [f"{_affected(result, name)} of {result.num_requests}" for name in affected]
+        table.add_row(task.replace("[", r"\["), counts, *cells, *requests)
     return table
+
+
+def _affected(result: TaskResult, name: str) -> int:
+    """Requests that were truncated, or whose answer merges with its prompt."""
+    return {"truncated": result.num_truncated, "merged": result.num_merged}[name]
 
 
 def _value(metric: Metric, decimals: int) -> str:

@@ -20,7 +20,14 @@ from megalin.errors import ConfigError, DataError
 from megalin.files import open_input, open_temporary, publish, storage_errors
 from megalin.generation import Completion, GenerationRun, Sampling, generate_on_mesh, open_for_generation
 from megalin.generation.generate_on_mesh import num_rounds
-from megalin.generation.prompts import Prompt, check_prompts, check_text, encode_prompts, read_prompts
+from megalin.generation.prompts import (
+    Prompt,
+    check_prompts,
+    check_text,
+    completion_text,
+    encode_prompts,
+    read_prompts,
+)
 from megalin.generation.sampling import check_sampling
 from megalin.launch import launched
 from megalin.model.build import check_divisions
@@ -67,7 +74,9 @@ def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: M
     steps = selected_steps(arguments.folder, steps_option(arguments))
     first = open_for_generation(arguments.folder, step=steps[0])
     check_divisions(first.model, mesh.tp.size)
-    ids = encode_prompts(first.tokenizer, [prompt.text for prompt in prompts], special_tokens=arguments.special_tokens)
+    asked = arguments.special_tokens
+    special_tokens = bool(first.config.data.special_tokens) if asked is None else asked
+    ids = encode_prompts(first.tokenizer, [prompt.text for prompt in prompts], special_tokens=special_tokens)
     check_prompts(prompts, ids, max_tokens=arguments.max_tokens, positions=first.positions)
     runs = chain([first], (open_for_generation(arguments.folder, step=step) for step in steps[1:]))
     total = len(steps) * num_rounds(len(prompts), arguments.batch_size, mesh.samples) * arguments.max_tokens
@@ -89,20 +98,22 @@ def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: M
             )
             for completion in completions:
                 if file is not None:
+                    text = completion_text(run.tokenizer, ids[completion.number], completion.tokens)
                     with closed_output() if arguments.output is None else storage_errors(arguments.output):
-                        file.write(_formatted(arguments, run, prompts[completion.number], completion))
+                        file.write(_formatted(arguments, run, prompts[completion.number], completion, text))
 
 
-def _formatted(arguments: argparse.Namespace, run: GenerationRun, prompt: Prompt, completion: Completion) -> bytes:
-    """A completion as it is written: one prompt's text with its continuation, or a line of JSON."""
-    step, tokenizer = run.checkpoint.manifest.step, run.tokenizer
+def _formatted(
+    arguments: argparse.Namespace, run: GenerationRun, prompt: Prompt, completion: Completion, text: str
+) -> bytes:
+    """A completion as it is written: one prompt's text with its continuation `text`, or a line of JSON."""
+    step = run.checkpoint.manifest.step
     if arguments.prompts is None and arguments.output is None:
-        text = tokenizer.decode([*tokenizer.encode(prompt.text), *completion.tokens])
-        line = f"step {step}\n{text}" if arguments.all_steps else text
+        line = f"step {step}\n{prompt.text}{text}" if arguments.all_steps else prompt.text + text
     else:
         result = {
             **({"step": step} if arguments.all_steps else {}),
-            "completion": tokenizer.decode(completion.tokens),
+            "completion": text,
             "tokens": len(completion.tokens),
             "stopped": completion.stopped,
         }

@@ -48,7 +48,12 @@ def evaluate_on_ranks(arguments: argparse.Namespace, mesh: Mesh) -> None:
     run = open_for_generation(arguments.folder, step=arguments.step)
     check_divisions(run.model, mesh.tp.size)
     model = MegalinModel(
-        run, mesh, dtype=arguments.dtype, batch_size=arguments.batch_size, max_length=arguments.max_length
+        run,
+        mesh,
+        dtype=arguments.dtype,
+        batch_size=arguments.batch_size,
+        max_length=arguments.max_length,
+        special_tokens=arguments.special_tokens,
     )
     options = LmEvalOptions(
         [task for names in arguments.tasks for task in names.split(",") if task],
@@ -63,6 +68,7 @@ def evaluate_on_ranks(arguments: argparse.Namespace, mesh: Mesh) -> None:
         "max_length": model.max_length,
         "limit": arguments.limit,
         "dtype": arguments.dtype or run.config.train.dtype,
+        "special_tokens": model.special_tokens.added,
     }
     on_rank_zero(partial(_report, arguments, run.checkpoint.step, results, settings))
 

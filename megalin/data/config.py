@@ -130,8 +130,12 @@ class DataConfig(Config):
     tokenizer: str | None = None
     """Tokenizer that made the shards: the path of a tokenizer.json, of its folder, of a SentencePiece .model or of a
     .tiktoken file, or "bytes"; generation and bits per byte need it."""
-    eod_token: Annotated[str | None, REPORTED] = pydantic.Field(default=None, min_length=1)
-    """Name of the token that ends a document; left out: eos_token of the tokenizer's folder, or else <|endoftext|>."""
+    eod_token: Annotated[TokenId | Annotated[str, pydantic.Field(min_length=1)] | None, REPORTED] = None
+    """Token that ends a document: text or id; left out: eos_token of the tokenizer's folder, or else the end of a
+    published vocabulary, or <|endoftext|>."""
+    special_tokens: Annotated[bool | None, REPORTED] = None
+    """Put the tokenizer's special ids, such as BOS, around prompts, choice tasks and texts of lm-eval, as in shards
+    made with --special-tokens; left out: not around prompts, around the others where a tokenizer.json adds them."""
     preparation: list[str] = pydantic.Field(default_factory=list)
     """Commands that make the shards and the tokenizer, in order; the error about missing files prints them."""
     isolate_documents: Annotated[bool, REFUSED] = True

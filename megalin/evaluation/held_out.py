@@ -113,7 +113,7 @@ def split_settings(config: RunConfig, split: SplitName, paths: Sequence[str]) ->
     files = [bin_path(prefix).stat() for prefix in paths]
     return {
         "split": split,
-        "data": config.data.model_dump(mode="json"),
+        "data": config.data.model_dump(mode="json", exclude={"special_tokens"}),  # of texts, not of shards
         "bytes and times of the shards": [[file.st_size, file.st_mtime_ns] for file in files],
         "seed": config.train.seed,
         "dtype": config.train.dtype,

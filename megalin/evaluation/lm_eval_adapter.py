@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megalin.config import suggest
+from megalin.data.tokenizers.special_tokens import SpecialTokenRule, special_tokens_of
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.encoding import EncodedRequest, check_vocabulary
 from megalin.evaluation.choices.scoring import score_carried
 from megalin.generation import Sampling, generate_on_mesh
 from megalin.generation.load import DtypeName, GenerationRun
+from megalin.generation.prompts import completion_text
 from megalin.parallel.mesh import Mesh
 
 MAX_NEW_TOKENS = 256
@@ -28,6 +31,9 @@ MAX_NEW_TOKENS = 256
 _SAMPLING_KEYS = frozenset(
     {"until", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_gen_toks"}
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 class MegalinModel(TemplateLM):
@@ -44,6 +50,8 @@ class MegalinModel(TemplateLM):
         max_length: most tokens of a request that the model reads at once; requests lose tokens on the left, and
             rolling likelihoods are computed in windows of this length. None: the run's data.sequence_length.
         batch_size: texts that are generated together.
+        special_tokens: put the tokenizer's special ids, such as BOS, around texts; None: as data.special_tokens, or
+            else as the tokenizer does by default, which is what lm-eval's `hf` model does.
     """
 
     def __init__(
@@ -54,8 +62,11 @@ class MegalinModel(TemplateLM):
         dtype: DtypeName | None = None,
         batch_size: int = 16,
         max_length: int | None = None,
+        special_tokens: bool | None = None,
     ) -> None:
         super().__init__()
+        asked = run.config.data.special_tokens if special_tokens is None else special_tokens
+        self.special_tokens = special_tokens_of(run.tokenizer, asked)
         check_vocabulary(run.tokenizer, run.model.vocab_size)
         self.max_length = run.config.data.sequence_length if max_length is None else max_length
         for name, value in (("--max-length", self.max_length), ("--batch-size", batch_size)):
@@ -67,22 +78,55 @@ class MegalinModel(TemplateLM):
                 "(data.sequence_length); use at most as many"
             )
         self._run, self._mesh, self._batch_size = run, mesh, batch_size
-        self._device = mesh.device
+        self._device, self._merged = mesh.device, 0
         self._model = run.load_model(mesh.device, dtype=dtype, tp=mesh.tp)
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a document; it also precedes texts without a context."""
+        """The id that ends a document."""
         return self._run.tokenizer.eod_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """The id that precedes texts without a context, and the first window of a rolling likelihood."""
+        return self.special_tokens.prefix_id
+
+    @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's sha256, for lm-eval's cache of requests."""
-        return self._run.tokenizer.digest
+        """The tokenizer's sha256 and its special tokens, for lm-eval's cache of requests."""
+        return f"{self._run.tokenizer.digest} {self.special_tokens}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; the tokenizer adds no special ones."""
-        return self._run.tokenizer.encode(string)
+        """Ids of a text. None adds special tokens by the rule of `special_tokens`, but not to a text that begins with
+        the prefix token's own name, which then is this token."""
+        tokenizer = self._run.tokenizer
+        if add_special_tokens is not None:
+            return SpecialTokenRule(add_special_tokens, self.prefix_token_id).encoder(tokenizer).encode(string)
+        name = tokenizer.decode([self.prefix_token_id])
+        if name and string.startswith(name):
+            return [self.prefix_token_id, *tokenizer.encode(string.removeprefix(name))]
+        return self.special_tokens.encoder(tokenizer).encode(string)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of a context and a continuation as lm-eval splits them; a continuation that has no id of its own, because
+        it merges with its context, has the last id of both."""
+        before, after = super()._encode_pair(context, continuation)
+        if not after and (whole := self.tok_encode(context + continuation)):
+            self._merged += 1
+            before, after = whole[:-1] or [self.prefix_token_id], whole[-1:]
+        return before, after
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-probability in nats, whether greedy decoding gives it) of each; warns of merged continuations."""
+        self._merged = 0
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        if self._merged:
+            _log.warning(
+                "%d of %d continuations merge with their context into one token, which is scored for them",
+                self._merged,
+                len(requests),
+            )
+        return found
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -143,7 +187,7 @@ class MegalinModel(TemplateLM):
             order = sorted(numbers, key=lambda number: len(prompts[number]))
             for completion in generate_on_mesh(
                 self._model,
-                [prompts[number] or [self.eot_token_id] for number in order],
+                [prompts[number] or [self.prefix_token_id] for number in order],
                 self._mesh,
                 max_tokens=options.max_tokens,
                 sampling=options.sampling,
@@ -152,7 +196,8 @@ class MegalinModel(TemplateLM):
                 stop_ids=(self.eot_token_id,),
                 stop_when=lambda tokens, until=options.until: self._holds(tokens, until),  # type: ignore[misc]
             ):
-                number, text = order[completion.number], self._run.tokenizer.decode(completion.tokens)
+                number = order[completion.number]
+                text = completion_text(self._run.tokenizer, prompts[number], completion.tokens)
                 completions[number] = postprocess_generated_text(text, options.until, None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, completions[number])
         return completions

@@ -35,6 +35,8 @@ class TaskResult(NamedTuple):
     method: str
     """carried_state, packed or generated."""
     seconds: float
+    num_merged: int = 0
+    """Requests whose answer merges with its prompt in the tokenizer."""
     details: Mapping[str, Any] = {}
     """Further values as JSON: of needle tasks, the outcome at each depth and length."""
 
@@ -46,6 +48,7 @@ class TaskResult(NamedTuple):
     def from_values(cls, values: Mapping[str, Any]) -> TaskResult:
         """The inverse of `values`; other keys have no effect. Raises KeyError, TypeError or AttributeError."""
         metrics = {name: Metric(**metric) for name, metric in values["metrics"].items()}
+        values = {"num_merged": 0, **values}  # results of earlier versions
         return cls(metrics, **{name: values[name] for name in cls._fields[1:]})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.structured_text import parse_json
 
@@ -70,9 +70,9 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens
     """The ids of texts to continue.
 
     Args:
-        special_tokens: put the ids before each that tokenizer.json adds before a text, such as BOS, for a model whose
-            documents were made so (`megalin data preprocess --special-tokens`). Ids that it adds after a text, such as
-            the end of a sentence, would end the text to continue, and are left out.
+        special_tokens: put the special ids before each that the tokenizer has for the begin of a text, such as BOS, for
+            a model whose documents were made so (`megalin data preprocess --special-tokens`). Ids that it adds after a
+            text, such as the end of a sentence, would end the text to continue, and are left out.
 
     Raises:
         ConfigError: special tokens of a tokenizer that adds none before a text.
@@ -80,13 +80,31 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens
     ids = tokenizer.encode_batch(list(texts))
     if not special_tokens:
         return ids
-    first = tokenizer.leading_special_ids() if isinstance(tokenizer, HuggingFaceTokenizer) else []
+    first = tokenizer.special.before
     if not first:
         raise ConfigError(
             "special tokens before the prompts: this tokenizer adds none before a text; leave --special-tokens "
             "(special_tokens=True) out"
         )
     return [[*first, *each] for each in ids]
+
+
+def completion_text(tokenizer: Tokenizer, prompt: Sequence[int], completion: Sequence[int]) -> str:
+    """Text that the ids of a completion add to that of their prompt.
+
+    A decoder may treat the first id of a text in its own way: SentencePiece, Metaspace and Strip drop its space. So the
+    completion is decoded after its prompt. Special ids before the prompt have no part in it. A decoder that revises the
+    prompt's end, as byte fallback does before bytes that are not UTF-8, decodes the completion after another text.
+    """
+    before = len(tokenizer.special.before)
+    if before and tuple(prompt[:before]) == tokenizer.special.before:
+        prompt = prompt[before:]
+    for begin in (prompt, tokenizer.encode("a") if prompt else []):
+        text = tokenizer.decode(begin)
+        whole = tokenizer.decode([*begin, *completion])
+        if whole.startswith(text):
+            return whole[len(text) :]
+    return tokenizer.decode(completion)
 
 
 def check_prompts(

@@ -21,7 +21,8 @@ import torch
 import megalin
 from megalin.config import Change, Config, OnChange, translate_renamed
 from megalin.data.sources import Dataset, Training, sample_digest
-from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import ConfigError, DataError, MegalinError
 from megalin.model.config import AnyModelConfig, StackConfig
 from megalin.parallel.agreement import equal_over_ranks, on_every_rank
@@ -121,10 +122,17 @@ def run_entries(config: RunConfig, validation: Dataset[Any] | None, mesh: Mesh) 
     found |= {"mesh": Entry(axes, "reported"), "device": Entry(device_name(mesh.device), "reported")}
     if config.data.tokenizer is not None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
-        found["ids of the tokenizer"] = Entry(tokenizer.definition, "refused")
+        found["ids of the tokenizer"] = Entry(tokenizer_digest(tokenizer), "refused")
     if validation is not None:
         found["some samples of the validation split"] = Entry(sample_digest(validation), "reported")
     return found
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """sha256, in hex, of vocabulary, special tokens, normalizer and end of document: that of files which differ in their
+    form alone is equal."""
+    content = tokenizer.definition if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer.digest
+    return hashlib.sha256(json.dumps([content, tokenizer.eod_id]).encode()).hexdigest()
 
 
 def check_same_inputs(inputs: Mapping[str, Entry], data: Training) -> None:

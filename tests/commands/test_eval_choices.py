@@ -21,6 +21,7 @@ from megalin.evaluation.choices.encoding import encode_task
 from megalin.evaluation.choices.metrics import choice_metrics
 from megalin.evaluation.choices.requests import EvaluationData
 from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
+from megalin.evaluation.suite import TaskResult
 from megalin.evaluation.suites import EvalOptions, evaluate_checkpoints
 from megalin.generation import load_for_generation
 from megalin.launch import Launch
@@ -168,6 +169,16 @@ def test_table_names_limits_and_truncated_requests(run, data, capsys):
     assert "1 of 3" in text
     assert "1 of 6" in text  # truncated
     assert "greedy match" in text
+
+
+def test_table_counts_answers_that_merge_with_their_prompts():
+    result = TaskResult({}, 4, 4, 8, 0, "packed", 0.1, num_merged=3)
+    assert TaskResult.from_values(result.values()) == result
+    earlier = {name: value for name, value in result.values().items() if name != "num_merged"}
+    assert TaskResult.from_values(earlier).num_merged == 0
+    table = eval_command._table("choices", {"a/b": result, "c/d": result._replace(num_merged=0)})
+    assert [str(column.header) for column in table.columns] == ["task", "questions", "merged"]
+    assert list(table.columns[2].cells) == ["3 of 8", "0 of 8"]
 
 
 def test_every_checkpoint_is_evaluated(run, capsys):

@@ -19,6 +19,7 @@ from megalin.generation.load import GenerationRun
 from megalin.generation.prompts import Prompt, check_prompts
 from tests.cases import CASES, GLU, attention, build, model
 from tests.model_runs import CPU, checkpoint_tensors
+from tests.tokenizer_runs import BEGIN_ID, characters, with_tokenizer
 
 LINES = [{"prompt": "!#%", "id": 7}, {"prompt": "a"}, {"prompt": "longer than the others", "completion": "old"}]
 
@@ -67,27 +68,45 @@ def test_generate_loads_the_trained_weights(trained):
 
 
 def test_special_tokens_begin_prompts_on_request(trained, tmp_path, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "checkpoints").symlink_to(trained / "checkpoints")
     names = {**{number: f"w{number}" for number in range(257)}, 97: "a", 32: "<s>", 256: "</s>"}
     library = Tokenizer(models.WordLevel({name: number for number, name in names.items()}, unk_token="a"))
     library.add_special_tokens(["<s>", "</s>"])
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 32)])
-    library.save(str(run / "tokenizer.json"))
-    text = (trained / "config.toml").read_text()
-    keys = f'tokenizer = "{run / "tokenizer.json"}"\neod_token = "</s>"'
-    (run / "config.toml").write_text(text.replace('tokenizer = "bytes"', keys))
+    run = with_tokenizer(trained, tmp_path / "run", library)
     model = megalin.load(run)
     assert model.tokenizer.eod_id == 256
     greedy = {"temperature": 0, "max_tokens": 6}
-    with_bos, without = (model.tokenizer.decode(model.generate(ids, **greedy)) for ids in ([32, 97], [97]))
+    found = (model.generate(ids, **greedy) for ids in ([32, 97], [97]))
+    with_bos, without = (model.tokenizer.decode([97, *ids]).removeprefix("a") for ids in found)
     assert with_bos != without
     assert model.generate("a", special_tokens=True, **greedy) == with_bos
     assert model.generate("a", **greedy) == without
     command = ["generate", run, "--prompt", "a", "--max-tokens", 6, "--temperature", 0]
-    assert output(capsys, *command, "--special-tokens") == f"a {with_bos}\n"
-    assert output(capsys, *command) == f"a {without}\n"
+    assert output(capsys, *command, "--special-tokens") == f"a{with_bos}\n"
+    assert output(capsys, *command) == f"a{without}\n"
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_completions_keep_the_space_between_them_and_their_prompts(trained, tmp_path, capsys, begin):
+    """The decoder drops the first space of a text, so a completion that was decoded alone has lost it."""
+    run = with_tokenizer(trained, tmp_path / "run", characters(begin=begin))
+    model, options = megalin.load(run), ["--max-tokens", 8, "--temperature", 0]
+    special = ["--special-tokens"] if begin else []
+    ids = {text: model.tokenizer.encode(text) for text in ("abc", "The end of", "x")}
+    first = [BEGIN_ID] if begin else []
+    texts = {
+        text: model.tokenizer.decode([*own, *model.generate([*first, *own], max_tokens=8, temperature=0)])
+        for text, own in ids.items()
+    }
+    assert any(texts[text].removeprefix(text).startswith(" ") for text in ids)
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ids))
+    written = output(capsys, "generate", run, "--prompts", lines, *options, *special).splitlines()
+    for line in map(json.loads, written):
+        assert line["prompt"] + line["completion"] == texts[line["prompt"]]
+    for text, whole in texts.items():
+        assert text + model.generate(text, max_tokens=8, temperature=0, special_tokens=begin) == whole
+        assert output(capsys, "generate", run, "--prompt", text, *options, *special) == whole + "\n"
 
 
 @pytest.mark.parametrize(

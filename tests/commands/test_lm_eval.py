@@ -22,6 +22,7 @@ from megalin.parallel.process_group import process_group
 from tests.downloaded_run import PACKAGE, forge, planted
 from tests.model_runs import CPU
 from tests.ranks import run_ranks
+from tests.tokenizer_runs import BEGIN, BEGIN_ID, END_ID, characters, with_tokenizer
 
 if TYPE_CHECKING:  # the harness takes longer to import than torch, and each worker imports every file of tests
     from lm_eval.api.instance import Instance
@@ -169,6 +170,61 @@ def test_completions_end_before_their_stop_texts(model, trained):
     assert found[0] != whole[0]
 
 
+PAIRS = [("abc", " de"), ("", "alone"), ("ends in spaces  ", "x"), (f"{BEGIN}abc", " d"), ("a" * 90, "b")]
+
+
+def test_texts_are_encoded_as_in_the_hf_model(trained, tmp_path):
+    """With BOS: before texts, contexts and rolling windows, once where a text begins with its name."""
+    from megalin.evaluation.lm_eval_adapter import MegalinModel
+
+    library = characters(begin=True)
+    run = with_tokenizer(trained, tmp_path / "run", library)
+    own, tokenizer = load_for_generation(run, CPU)
+
+    def ids(text: str, *, special: bool = True) -> list[int]:
+        # As the library of Hugging Face models: the name of a special token is that token, and BOS is not added to it.
+        return library.encode(text, add_special_tokens=special and not text.startswith(BEGIN)).ids
+
+    with process_group(CPU):
+        opened, mesh = open_for_generation(run), Mesh(ParallelConfig(), CPU)
+        model = MegalinModel(opened, mesh)
+        assert (model.prefix_token_id, model.eot_token_id) == (BEGIN_ID, END_ID)
+        found = model.loglikelihood(instances("loglikelihood", *PAIRS), disable_tqdm=True)
+        for (context, continuation), (value, _) in zip(PAIRS, found, strict=True):
+            if context:
+                context, continuation = context.rstrip(), context[len(context.rstrip()) :] + continuation
+                before = ids(context)
+                after = ids(context + continuation)[len(before) :]
+            else:
+                before, after = [BEGIN_ID], ids(continuation, special=False)
+            expected = log_probabilities(run, [*before, *after][-37:])[-len(after) :].sum().item()
+            assert value == pytest.approx(expected, rel=1e-4), context
+        rolling = model.loglikelihood_rolling(instances("loglikelihood_rolling", ("abcde",)), disable_tqdm=True)
+        expected = log_probabilities(run, [BEGIN_ID, *ids("abcde")]).sum().item()
+        assert rolling == [pytest.approx(expected, rel=1e-4)]
+        requests = [(context, {"until": [], "max_gen_toks": 8}) for context in ("abc", "")]
+        completions = model.generate_until(instances("generate_until", *requests), disable_tqdm=True)
+        for (context, _), text in zip(requests, completions, strict=True):
+            before = tokenizer.encode(context)
+            new = generate(own, [BEGIN_ID, *before], max_tokens=8, sampling=Sampling(), num_ids=257, stop_id=END_ID)
+            assert context + text == tokenizer.decode([*before, *new])
+        off = MegalinModel(opened, mesh, special_tokens=False)
+        assert (off.prefix_token_id, off.tok_encode("ab")) == (END_ID, ids("ab", special=False))
+        asked = open_for_generation(with_tokenizer(trained, tmp_path / "other", library, "special_tokens = false"))
+        assert MegalinModel(asked, mesh).special_tokens == off.special_tokens
+        assert MegalinModel(asked, mesh, special_tokens=True).special_tokens == model.special_tokens
+
+
+def test_continuation_that_merges_with_its_context_is_scored_by_their_last_id(model, monkeypatch, caplog):
+    real = model._run.tokenizer.encode
+    monkeypatch.setattr(type(model._run.tokenizer), "encode", lambda _, text: real(text.replace("ab", "c")))
+    pairs = [("a", "b"), ("x", "ab"), ("xa", "b")]
+    found = model.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    other = [("", "c"), ("x", "c"), ("x", "c")]
+    assert found == model.loglikelihood(instances("loglikelihood", *other), disable_tqdm=True)
+    assert "2 of 3 continuations merge with their context into one token" in caplog.text
+
+
 def test_sampled_completions_follow_their_arguments(model):
     arguments = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 5.0}
     first, again = (
@@ -202,10 +258,13 @@ def test_command_runs_tasks_of_all_three_kinds(run, tasks, trained, capsys):
     stored = json.loads((run / "evaluations/step-12.json").read_text())
     assert stored["suites"]["lm-eval"] == printed["12"]
     assert printed["12"]["own_choices"]["settings"] == {
-        **{"max_length": 36, "limit": None, "dtype": "float32", "version": "Yaml", "num_fewshot": 0, "questions": 3}
+        **{"max_length": 36, "limit": None, "dtype": "float32", "version": "Yaml", "num_fewshot": 0, "questions": 3},
+        "special_tokens": False,
     }
     assert len(json.loads(output.read_text())["samples"]["own_choices"]) == 3
-    assert main(["lm-eval", str(run), "--tasks", "own_texts", *arguments[3:], "--limit", "2"]) == 0
+    assert (
+        main(["lm-eval", str(run), "--tasks", "own_texts", *arguments[3:], "--limit", "2", "--no-special-tokens"]) == 0
+    )
     stored = json.loads((run / "evaluations/step-12.json").read_text())
     assert set(stored["suites"]["lm-eval"]) == {*printed["12"], "own_texts[:2]"}  # next to the full result
 

@@ -8,7 +8,9 @@ import json
 from unittest.mock import patch
 
 import pytest
+from tokenizers import Tokenizer
 
+from megalin.data.tokenizers.special_tokens import special_tokens_of
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, HuggingFaceTokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices import encoding
@@ -16,6 +18,7 @@ from megalin.evaluation.choices.encoding import check_vocabulary, distinct_promp
 from megalin.evaluation.choices.licences import UNKNOWN, licence_note
 from megalin.evaluation.choices.manifest import read_manifest
 from megalin.evaluation.choices.requests import EvaluationData, Request
+from tests.data.tokenizers.kinds import KINDS, make
 from tests.evaluation.choice_data import TASKS, make_data, question, write_wheel
 from tools import get_evaluation_data
 
@@ -227,14 +230,59 @@ def test_ids_of_a_bpe_are_split_after_those_of_the_prompt(tmp_path):
         assert list(ids.prompt) == tokenizer.encode(request.context)
 
 
-def test_answer_without_a_token_of_its_own_is_refused(tmp_path):
-    class Merging(ByteTokenizer):
+def _split_by_lm_eval(library: Tokenizer, begin: int, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Context and continuation as lm-eval's `hf` model splits them (TemplateLM.loglikelihood and _encode_pair)."""
+    if not context:
+        return [begin], library.encode(continuation, add_special_tokens=False).ids
+    continuation = context[len(context.rstrip()) :] + continuation
+    context = context.rstrip()
+    before = library.encode(context).ids
+    return before, library.encode(context + continuation).ids[len(before) :]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("bytes", "sentencepiece", "tiktoken")])
+def test_requests_of_any_tokenizer_are_split_as_by_lm_eval(tmp_path, kind):
+    tokenizer, library = make(kind, tmp_path).load(), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    begin = library.token_to_id("<s>" if kind.endswith("begin") else "<|endoftext|>")
+    data = EvaluationData(make_data(tmp_path / "data"))
+    for name in data.tasks:
+        task = data.read(name)
+        encoded = encode_task(task, tokenizer, max_tokens=500)
+        for request, found in zip(task.requests(), encoded.requests, strict=True):
+            before, after = _split_by_lm_eval(library, begin, *request)
+            assert (list(found.prompt), list(found.ids)) == (before or [begin], [*(before or [begin]), *after])
+        off = encode_task(task, tokenizer, max_tokens=500, special_tokens=special_tokens_of(tokenizer, False))
+        assert all(library.token_to_id("<s>") not in request.ids for request in off.requests)
+
+
+def test_special_tokens_that_a_tokenizer_lacks_are_refused():
+    with pytest.raises(ConfigError, match="this tokenizer has none to put around a text; leave --special-tokens"):
+        special_tokens_of(ByteTokenizer(), True)
+
+
+def test_answer_that_merges_with_its_prompt_is_scored_by_their_last_id(tmp_path):
+    """The other requests of the task keep their split; lm-eval's rule leaves this answer no id."""
+    lines = question(0, "th", ["e", " cat"], 0) + question(1, "the", [" cat", "m"], 1)
+    for line in lines:  # without the space before each answer
+        line["request"]["continuation"] = line["request"]["continuation"].removeprefix(" ")
+    task = EvaluationData(make_data(tmp_path / "data", {"a/b": lines})).read("a/b")
+    tokenizer = make("tiktoken", tmp_path).load()
+    th, the, cat, m = 256, 257, 261, 109
+    encoded = encode_task(task, tokenizer, max_tokens=99)
+    assert [(list(request.prompt), list(request.ids)[len(request.prompt) :]) for request in encoded.requests] == [
+        *(([400], [the]), ([th], [cat]), ([the], [cat]), ([the], [m])),
+    ]
+    assert encoded.num_merged == 1
+
+
+def test_request_without_any_token_is_refused(tmp_path):
+    class Nothing(ByteTokenizer):
         def encode(self, text):
-            return [1] if text else []
+            return []
 
     task = EvaluationData(make_data(tmp_path)).read("which/rc_0shot")
-    with pytest.raises(DataError, match="the answer ' ran away' has no token of its own after the prompt"):
-        encode_task(task, Merging(), max_tokens=9)
+    with pytest.raises(DataError, match="the answer ' ran away' has no token, nor has its prompt, which ends with"):
+        encode_task(task, Nothing(), max_tokens=9)
 
 
 def test_each_prompt_is_encoded_once_and_batches_have_no_effect(tmp_path):

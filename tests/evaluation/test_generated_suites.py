@@ -254,6 +254,20 @@ def test_several_needles_must_all_be_found(config, answers, monkeypatch):
     assert _run(suite, "needle/multi", monkeypatch).metrics["accuracy"].value == 0.0
 
 
+def test_needles_are_left_out_of_the_lengths_that_they_do_not_fit(config, answers, monkeypatch, caplog):
+    suite = NeedleSuite(config, lengths=[128, 256, 320], depths=3, limit=2)
+    fitting = {"easy": [256, 320], "standard": [256, 320], "multi": [320]}
+    assert suite.result_names() == [f"needle/{kind}[:2]" for kind in fitting]
+    assert "left out of the suite needle: needle/multi[:2]: context_length = 256" in caplog.text
+    for kind, lengths in fitting.items():
+        name = f"needle/{kind}[:2]"
+        answers["found"] = lambda text: len(text) < 256
+        found = _run(suite, name, monkeypatch)
+        assert suite.settings(name)["lengths"] == found.details["lengths"] == lengths
+        assert found.details["success"] == [[length == 256 for length in lengths]] * 3
+        assert found.num_questions == 2 * 3 * len(lengths)
+
+
 def test_ruler_tasks_are_scored_at_every_length(config, answers, monkeypatch, caplog):
     suite = RulerSuite(config, lengths=[512, 4096], limit=3)
     names = suite.result_names()

@@ -39,13 +39,17 @@ def _preprocess(parser: argparse.ArgumentParser) -> None:
     )
     add("--output-prefix", required=True, help="writes <prefix>_<key>_document.{bin,idx,manifest.json}")
     add("--tokenizer-type", choices=TOKENIZERS, default=TOKENIZERS[0], help=f"kind of the tokenizer ({TOKENIZERS[0]})")
-    add("--tokenizer-model", help="local tokenizer.json or its folder, SentencePiece .model or .tiktoken file of ranks")
+    add("--tokenizer-model", help="local tokenizer.json or its folder, SentencePiece .model or tiktoken file of ranks")
     add("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     add("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    add("--tiktoken-pattern", default="", help="gpt2, cl100k or o200k, if not determined by the number of ranks")
+    add("--tiktoken-pattern", default="", help="of ranks of no published vocabulary: gpt2, cl100k, o200k, llama3, qwen")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    add("--eod-token", help="name of that token (eos_token of the tokenizer's folder, else <|endoftext|>)")
-    add("--special-tokens", action="store_true", help="keep ids that tokenizer.json adds (BOS), as Megatron-LM does")
+    add("--eod-token", help="text or id of that token (that of the tokenizer's files)")
+    add(
+        "--special-tokens",
+        action="store_true",
+        help="put the ids around texts that tokenizer.json adds, or BOS before them",
+    )
     add("--workers", type=int, default=1, help=f"tokenizing processes (1); {_SAME_OUTPUT}")
     add("--shard", metavar="I/N", help="process part I of N only (from 0); finish with --resume without --shard")
     add("--resume", action="store_true", help="keep the finished parts of an interrupted run")

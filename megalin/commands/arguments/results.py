@@ -44,10 +44,16 @@ def _lm_eval(parser: argparse.ArgumentParser) -> None:
     add("--gen-kwargs", metavar="K=V,...", help="generation arguments in place of the tasks'")
     add("--batch-size", type=int, default=16, help="texts that are generated together (16)")
     add("--max-length", type=int, metavar="N", help="tokens read at once (the run's data.sequence_length)")
+    _add_special_tokens(parser, "texts (data.special_tokens, else those that tokenizer.json adds)")
     add("--step", type=int, metavar="N", help="the checkpoint after N steps (the newest one)")
     add("--dtype", choices=DTYPES, help="dtype of the weights (the run's train.dtype)")
     add("--output", type=Path, metavar="FILE", help="write lm-eval's results and every question's answers as JSON")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def _add_special_tokens(parser: argparse.ArgumentParser, texts: str) -> None:
+    about = f"put the tokenizer's special ids, as BOS, around {texts}"
+    parser.add_argument("--special-tokens", action=argparse.BooleanOptionalAction, help=about)
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompts", metavar="FILE", help='JSON Lines, a text as "prompt" in each; "-": from standard input'
     )
-    add("--special-tokens", action="store_true", help="put the ids before prompts that tokenizer.json adds (BOS)")
+    _add_special_tokens(parser, "prompts (data.special_tokens, else not)")
     add("--output", type=Path, metavar="FILE", help="write JSON Lines there, in the order of the prompts")
     add("--batch-size", type=int, default=16, help="prompts decoded together (16)")
     add("--max-tokens", type=int, default=128, help="maximum number of tokens to generate for each prompt (128)")

@@ -45,12 +45,11 @@ def _tokenizer(args: argparse.Namespace) -> TokenizerFiles:
             raise ConfigError(f"--tokenizer-type {args.tokenizer_type} {verb} --{name.replace('_', '-')}")
     if args.tiktoken_pattern and kind != "tiktoken":
         raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --tiktoken-pattern")
-    if args.eod_token is not None and kind not in ("huggingface", "sentencepiece"):
-        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --eod-token")
-    if args.special_tokens and kind != "huggingface":
-        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} takes no --special-tokens")
     files = tuple(getattr(args, name) for name in needed)
-    return TokenizerFiles(kind, files, args.tiktoken_pattern, args.eod_token, args.special_tokens)
+    tokenizer = TokenizerFiles(kind, files, args.tiktoken_pattern, args.eod_token, args.special_tokens)
+    if args.special_tokens and kind != "huggingface" and not tokenizer.load().special.before:
+        raise ConfigError(f"--special-tokens: {tokenizer} has no token that begins a text; leave it out")
+    return tokenizer
 
 
 def _subset(text: str) -> PartSubset:

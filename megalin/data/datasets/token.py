@@ -183,7 +183,7 @@ def open_parts(
     parts = []
     for prefix in paths:
         shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
-        _check_manifest(shard, config.tokenizer, digest)
+        _check_manifest(shard, config, digest)
         if not shard.num_tokens:
             _log.warning("%s: a shard without tokens; skipped", prefix)
             shard.close()
@@ -245,11 +245,11 @@ def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
     return tokenizer.digest
 
 
-def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> None:
+def _check_manifest(shard: Shard, config: DataConfig, digest: str | None) -> None:
     """Compares the tokenizer of the shard's manifest, if there is one, with the run's; warns of a missing label mask.
 
     Raises:
-        DataError: the tokenizers differ.
+        DataError: the tokenizers differ, or `data.special_tokens` and the special tokens of the shard.
     """
     manifest = read_manifest(shard)
     if manifest is not None and manifest.label_tokens is not None and shard.label_mask is None:
@@ -262,6 +262,12 @@ def _check_manifest(shard: Shard, tokenizer: str | None, digest: str | None) -> 
     made_by = None if manifest is None else manifest.tokenizer
     if made_by is not None and digest is not None and made_by.digest != digest:
         raise DataError(
-            f"{shard.prefix}: made by the tokenizer with sha256 {made_by.digest}, but data.tokenizer = {tokenizer} "
-            f"has {digest}; use the one that made the shard"
+            f"{shard.prefix}: made by the tokenizer with sha256 {made_by.digest}, but data.tokenizer = "
+            f"{config.tokenizer} has {digest}; use the one that made the shard"
+        )
+    made_with = None if made_by is None else made_by.entry.get("special_tokens")
+    if None not in (made_with, config.special_tokens) and made_with != config.special_tokens:
+        raise DataError(
+            f"{shard.prefix}: made {'with' if made_with else 'without'} --special-tokens, but data.special_tokens = "
+            f"{config.special_tokens}; set it to {made_with}, or write the shard again"
         )

@@ -28,6 +28,7 @@ from megalin.data.corpus.parts import (
 )
 from megalin.data.shards.indexed_dataset import ShardWriter, token_dtype
 from megalin.data.shards.merging import concatenate
+from megalin.data.tokenizers.formats import SpecialIds
 from megalin.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
 from megalin.files import open_input
@@ -232,7 +233,8 @@ def _load_once(files: TokenizerFiles) -> Tokenizer:
 
 def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress) -> Mapping[str, Any]:
     """Writes a part's shard for every key; returns its record, with the counts and the bad lines."""
-    tokenizer = _load_once(job.tokenizer)
+    tokenizer = _load_once(job.tokenizer._replace(special_tokens=False))
+    special = tokenizer.special if job.tokenizer.special_tokens else SpecialIds()
     dtype = token_dtype(tokenizer.vocab_size)
     bad_lines: Counter[str] = Counter()
     listed: list[BadLine] = []
@@ -257,7 +259,7 @@ def _tokenise(job: _Job, part: CorpusPart, folder: Path, report: ReportProgress)
             prompts = [document.texts[-1] for document in batch.documents] if supervised else None
             for column, writer in enumerate(writers):
                 texts = [document.texts[column] for document in batch.documents]
-                _encode(prompts, texts, tokenizer, writer, job.append_eod)
+                _encode(prompts, texts, tokenizer, special, writer, job.append_eod)
             tokens = sum(writer.num_tokens for writer in writers) - before
             report(CorpusProgress(len(batch.documents), tokens, batch.read_bytes, len(batch.bad_lines)))
         for writer in writers:
@@ -281,14 +283,23 @@ def _sha256(path: str) -> str:
 
 
 def _encode(
-    prompts: Sequence[str] | None, texts: Sequence[str], tokenizer: Tokenizer, writer: ShardWriter, append_eod: bool
+    prompts: Sequence[str] | None,
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    special: SpecialIds,
+    writer: ShardWriter,
+    append_eod: bool,
 ) -> None:
-    """Writes a document for each text, after its prompt if there are prompts."""
+    """Writes a document for each text, after its prompt if there are prompts, with special ids around both together."""
     before = [[]] * len(texts) if prompts is None else tokenizer.encode_batch(prompts)
-    for prompt, ids in zip(before, tokenizer.encode_batch(texts), strict=True):
+    for prompt, text in zip(before, tokenizer.encode_batch(texts), strict=True):
+        if prompts is None:
+            begin, ids = [], [*special.before, *text, *special.after]
+        else:
+            begin, ids = [*special.before, *prompt], [*text, *special.after] if text else []
         if ids:  # an empty document has no sequence and no end, as in Megatron
             if append_eod:
                 ids.append(tokenizer.eod_id)
-            mask = None if prompts is None else np.arange(len(prompt) + len(ids)) >= len(prompt)
-            writer.add_sequence(np.array(prompt + ids, writer.dtype), mask)
+            mask = None if prompts is None else np.arange(len(begin) + len(ids)) >= len(begin)
+            writer.add_sequence(np.array(begin + ids, writer.dtype), mask)
         writer.end_document()

@@ -1,21 +1,19 @@
-"""Tokenizers of SentencePiece models and tiktoken files: local files only, each library imported on use."""
+"""Files of tokenizers: their limits, the token that ends a document, and SentencePiece models."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megalin.data.tokenizers.panics import panics_as_data_errors
-from megalin.errors import ConfigError, DataError
-from megalin.files import read_input
+from megalin.errors import DataError
+from megalin.files import open_input, read_input
 from megalin.optional import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -23,61 +21,83 @@ FILE_LIMIT_BYTES = 64 << 20
 VOCABULARY_LIMIT = 1 << 22
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
-_LONG_RUN = "it takes no run of a million spaces: leave such texts out, as --max-document-bytes 900000 does"
-_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+_SETTINGS_FILES = (TOKENIZER_SETTINGS, "special_tokens_map.json")
+_FIRST_RANK = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\r?\n")
+_FIRST_BYTES = 256
+
+EodToken = str | int
+"""The token that ends a document: its text, or its id as a number or in decimal digits."""
 
 
-class TiktokenPattern(NamedTuple):
-    """Pre-tokenization pattern of a published vocabulary, with its size and end of document."""
+def end_of_document(path: Path, given: EodToken, token_id: Callable[[str], int | None], num_ids: int) -> int:
+    """Id of the given token of a tokenizer with ids below `num_ids`.
 
-    expression: str
-    num_ranks: int  # of the vocabulary published with the pattern
-    eod_id: int  # of <|endoftext|> there
-
-
-# Published with each vocabulary: with another pattern, the same ranks give other ids.
-TIKTOKEN_PATTERNS = {
-    "gpt2": TiktokenPattern(
-        r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""", 50256, 50256
-    ),
-    "cl100k": TiktokenPattern(
-        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
-        r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
-        100256,
-        100257,
-    ),
-    "o200k": TiktokenPattern(
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-        r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-        r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-        199998,
-        199999,
-    ),
-}
+    Raises:
+        DataError: no token of this text or id; names `path`, the tokenizer's file.
+    """
+    if isinstance(given, int) or (given.isascii() and given.isdecimal()):
+        if 0 <= int(given) < num_ids:
+            return int(given)
+        raise DataError(f"{path}: has no id {given} to end a document; give one from 0 to {num_ids - 1}")
+    found = token_id(given)
+    if found is None:
+        raise DataError(f"{path}: has no token {given!r} to end a document; give one of its tokens, or an id")
+    return found
 
 
-def named_end_tokens(folder: Path) -> Iterator[str]:
-    """Yields `eos_token` of the settings of a Hugging Face tokenizer in `folder`. Raises DataError for a bad file."""
+def holds_ranks(path: Path) -> bool:
+    """True for a file that starts as tiktoken's ranks do, whatever its name, such as Meta's tokenizer.model."""
+    if not path.is_file():
+        return False
+    with open_input(path, remedy="give the path of a tokenizer") as file:
+        return _FIRST_RANK.match(file.read(_FIRST_BYTES)) is not None
+
+
+class SpecialIds(NamedTuple):
+    """Special ids of a tokenizer's texts."""
+
+    before: tuple[int, ...] = ()
+    """Ids that precede a text with special tokens, such as BOS."""
+    after: tuple[int, ...] = ()
+    """Ids that follow it."""
+    by_default: bool = False
+    """Whether a text has them by default, as that of a tokenizer.json whose post-processor adds them."""
+    begin: int | None = None
+    """Id of BOS, also of a tokenizer that does not add it by itself; None where the files name none."""
+
+
+def named_tokens(folder: Path, key: str) -> Iterator[str]:
+    """Yields `key` (eos_token, bos_token) of the settings of a Hugging Face tokenizer in `folder`.
+
+    Raises:
+        DataError: a bad file.
+    """
+    for token in _settings(folder, key):
+        content = token.get("content") if isinstance(token, dict) else token  # an added token, or its name
+        if isinstance(content, str):
+            yield content
+
+
+def _settings(folder: Path, key: str) -> Iterator[Any]:
+    """Yields the values of a key in the settings of a tokenizer's folder. Raises DataError for a bad file."""
     for name in _SETTINGS_FILES:
         path = folder / name
         if not path.exists():
             continue
         data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="remove it, or download it again")
         try:
-            token = json.loads(data)["eos_token"]
+            yield json.loads(data)[key]
         except KeyError:
             continue
         except (ValueError, TypeError, RecursionError):
             raise DataError(f"{path}: not a JSON object; remove it, or download it again") from None
-        content = token.get("content") if isinstance(token, dict) else token  # an added token, or its name
-        if isinstance(content, str):
-            yield content
 
 
 class SentencePieceTokenizer:
     """SentencePiece model; a document ends with the given piece, or else the end of sentence, or `<|endoftext|>`."""
 
-    def __init__(self, path: Path, *, eod_token: str | None = None) -> None:
+    def __init__(self, path: Path, *, eod_token: EodToken | None = None) -> None:
         """Reads a local .model file.
 
         Raises:
@@ -92,20 +112,22 @@ class SentencePieceTokenizer:
         try:
             self._processor.LoadFromSerializedProto(data)
         except RuntimeError as error:
-            raise DataError(f"{path}: not a SentencePiece model: {error}") from None
+            hint = "; it is a file of ranks: use --tokenizer-type TikTokenizer" if holds_ranks(path) else ""
+            raise DataError(f"{path}: not a SentencePiece model: {error}{hint}") from None
         self.vocab_size = int(self._processor.vocab_size())
         eod = self._processor.eos_id() if self._processor.eos_id() >= 0 else self.token_id(END_OF_DOCUMENT)
         if eod_token is not None:
-            eod = self.token_id(eod_token)
-            if eod is None:
-                raise DataError(f"{path}: has no piece {eod_token!r} to end a document; give one of its pieces")
+            eod = end_of_document(path, eod_token, self.token_id, self.vocab_size)
         if eod is None:
             raise DataError(f"{path}: has neither an end of sentence nor {END_OF_DOCUMENT}; train it with one of them")
         self.eod_id = int(eod)
-
-    @property
-    def definition(self) -> str:
-        return hashlib.sha256(f"{self.digest} {self.eod_id}".encode()).hexdigest()
+        begin = int(self._processor.bos_id())
+        if begin < 0:
+            self.special = SpecialIds()
+        elif next(_settings(path.parent, "add_bos_token"), False) is True:
+            self.special = SpecialIds((begin,), by_default=True, begin=begin)
+        else:
+            self.special = SpecialIds((begin,))
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -124,77 +146,3 @@ class SentencePieceTokenizer:
     def token_bytes(self) -> npt.NDArray[np.int64]:
         """Raises DataError: the model normalizes text before splitting it, so the bytes of an id are not defined."""
         raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer, which a SentencePiece model is not")
-
-
-class TiktokenTokenizer:
-    """Tiktoken's file of ranks (a line: base64 of the bytes, and the rank) with its pattern."""
-
-    def __init__(self, path: Path, *, pattern: str = "") -> None:
-        """Reads a local .tiktoken file; an empty `pattern` means that of the published vocabulary with as many ranks.
-
-        Raises:
-            ConfigError: the library tiktoken is not installed; the pattern is unknown, or not given by the ranks.
-            DataError: the file is missing, longer than 64 MiB, or not ranks of bytes from 0 on.
-        """
-        library = require("tiktoken", f"{path}: a file of tiktoken's ranks")
-        data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a .tiktoken file of ranks")
-        self.path = path
-        ranks = _read_ranks(path, data)
-        name = pattern or next((name for name, known in TIKTOKEN_PATTERNS.items() if known.num_ranks == len(ranks)), "")
-        if name not in TIKTOKEN_PATTERNS:
-            raise ConfigError(
-                f"{path}: {len(ranks)} ranks and the pattern {name!r} match no known vocabulary; give "
-                f"--tiktoken-pattern {', '.join(TIKTOKEN_PATTERNS)}"
-            )
-        known = TIKTOKEN_PATTERNS[name]
-        self.eod_id = known.eod_id if known.num_ranks == len(ranks) else len(ranks)
-        self.vocab_size = self.eod_id + 1
-        self.digest = hashlib.sha256(f"tiktoken {name}\n".encode() + data).hexdigest()
-        self._ranks = ranks
-        self._encoding: Any = library.Encoding(
-            f"{path.name} {name}",
-            pat_str=known.expression,
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_DOCUMENT: self.eod_id},
-        )
-
-    @property
-    def definition(self) -> str:
-        return hashlib.sha256(f"{self.digest} {self.eod_id}".encode()).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        with panics_as_data_errors(self.path, remedy=_LONG_RUN):
-            return list(self._encoding.encode_ordinary(text))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with panics_as_data_errors(self.path, remedy=_LONG_RUN):
-            return [self._encoding.encode_ordinary(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        known = [token for token in ids if token < len(self._ranks) or token == self.eod_id]
-        return str(self._encoding.decode(known, errors="replace"))
-
-    def token_id(self, token: str) -> int | None:
-        return self.eod_id if token == END_OF_DOCUMENT else self._ranks.get(token.encode("utf-8"))
-
-    def token_bytes(self) -> npt.NDArray[np.int64]:
-        counts = np.zeros(self.vocab_size, np.int64)
-        for token, rank in self._ranks.items():
-            counts[rank] = len(token)
-        return counts
-
-
-def _read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
-            raise DataError(f"{path}:{number}: expected a token in base64 and its rank; found {line[:80]!r}") from None
-    complete = sorted(ranks.values()) == list(range(len(ranks))) and len(ranks) < VOCABULARY_LIMIT
-    if not complete or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise DataError(
-            f"{path}: expected every byte and each rank from 0 to {len(ranks) - 1} once; is the file truncated?"
-        )
-    return ranks

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +18,22 @@ from megalin.data.tokenizers.formats import (
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
     VOCABULARY_LIMIT,
+    EodToken,
     SentencePieceTokenizer,
-    TiktokenTokenizer,
-    named_end_tokens,
+    SpecialIds,
+    end_of_document,
+    holds_ranks,
 )
-from megalin.data.tokenizers.panics import panics_as_data_errors
+from megalin.data.tokenizers.huggingface import EndOfDocumentError as EndOfDocumentError
+from megalin.data.tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
+from megalin.data.tokenizers.huggingface import token_of_id as token_of_id
+from megalin.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from megalin.data.tokenizers.whole_characters import WholeCharacters
-from megalin.data.tokenizers.word_cache import WordCache, cuts_as_gpt2
 from megalin.errors import ConfigError, DataError
 from megalin.files import read_input, write_text
 
 BYTES = "bytes"
+_BYTES_END = 256
 _MIN_BPE_VOCABULARY = 257  # every byte, and the end of a document
 
 
@@ -41,8 +44,7 @@ class Tokenizer(Protocol):
         vocab_size: one more than the largest id.
         eod_id: the id that ends a document; `encode` never returns it.
         digest: sha256, in hex, of the definition of the ids: equal digests give equal ids.
-        definition: the same of the definition's content alone, as vocabulary, special tokens and normalizer: equal for
-            files that differ in their form only.
+        special: special ids of its texts, which `encode` leaves out but for `WithSpecialTokens`.
     """
 
     @property
@@ -52,11 +54,10 @@ class Tokenizer(Protocol):
     @property
     def digest(self) -> str: ...
     @property
-    def definition(self) -> str: ...
+    def special(self) -> SpecialIds: ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens unless it was loaded so; the text of a special token in it is
-        ordinary text."""
+        """Token ids of `text`; the text of a special token in it is ordinary text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, as `encode`."""
@@ -79,49 +80,45 @@ class TokenizerFiles(NamedTuple):
 
     kind: TokenizerKind
     files: tuple[str, ...] = ()  # gpt2: vocab.json and merges.txt; bytes: none; else one, or its folder
-    pattern: str = ""  # of tiktoken; empty: determined by the number of ranks
-    eod_token: str | None = None  # of huggingface and sentencepiece; None: determined by the files
-    special_tokens: bool = False  # of huggingface: encode adds the ids of the file's post-processor
+    pattern: str = ""  # of tiktoken; empty: that of the published vocabulary
+    eod_token: EodToken | None = None  # None: determined by the files
+    special_tokens: bool = False  # encode adds special ids around each text, such as BOS
 
     def __str__(self) -> str:
         return " ".join(self.files) or self.kind
 
     def load(self) -> Tokenizer:
         """Loads the tokenizer. Raises DataError for an invalid file, ConfigError where a library is missing."""
+        return WithSpecialTokens(self._load()) if self.special_tokens else self._load()
+
+    def _load(self) -> Tokenizer:
         match self.kind:
             case "bytes":
-                return ByteTokenizer()
+                return ByteTokenizer(eod_token=self.eod_token)
             case "sentencepiece":
                 return SentencePieceTokenizer(Path(self.files[0]), eod_token=self.eod_token)
             case "tiktoken":
-                return TiktokenTokenizer(Path(self.files[0]), pattern=self.pattern)
+                return TiktokenTokenizer(Path(self.files[0]), pattern=self.pattern, eod_token=self.eod_token)
             case "gpt2":
-                return gpt2_tokenizer(*map(Path, self.files))
+                return gpt2_tokenizer(*map(Path, self.files), eod_token=self.eod_token)
             case "huggingface":
-                file, eod_token = Path(self.files[0]), self.eod_token
-                return HuggingFaceTokenizer(file, eod_token=eod_token, special_tokens=self.special_tokens)
+                return HuggingFaceTokenizer(Path(self.files[0]), eod_token=self.eod_token)
 
 
-def load_tokenizer(path: str, eod_token: str | None = None, *, special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(path: str, eod_token: EodToken | None = None, *, special_tokens: bool = False) -> Tokenizer:
     """Loads the tokenizer of a local file or folder, or of plain bytes where `path` is "bytes".
 
-    A name in .model is a SentencePiece model, one in .tiktoken a file of ranks, any other a tokenizer.json. A folder
-    has tokenizer.json, or else tokenizer.model.
+    A name in .model is a SentencePiece model, or a file of ranks if it starts as one (Meta's), a name in .tiktoken a
+    file of ranks, any other a tokenizer.json. A folder has tokenizer.json, or else tokenizer.model.
 
     Args:
-        eod_token: name of the token that ends a document; None: determined by the files.
-        special_tokens: `encode` adds the ids of a tokenizer.json's post-processor, such as BOS.
+        eod_token: text or id of the token that ends a document; None: determined by the files.
+        special_tokens: `encode` adds special ids around each text (`WithSpecialTokens`).
 
     Raises:
         As `TokenizerFiles.load`.
     """
-    files = tokenizer_files(path)
-    if eod_token is not None and files.kind not in ("huggingface", "sentencepiece"):
-        raise ConfigError(
-            f"{path}: its end of document is {END_OF_DOCUMENT}, not {eod_token!r}; only a tokenizer.json or a "
-            "SentencePiece model takes data.eod_token"
-        )
-    return files._replace(eod_token=eod_token, special_tokens=special_tokens).load()
+    return tokenizer_files(path)._replace(eod_token=eod_token, special_tokens=special_tokens).load()
 
 
 def tokenizer_files(path: str) -> TokenizerFiles:
@@ -131,18 +128,25 @@ def tokenizer_files(path: str) -> TokenizerFiles:
     file = Path(path)
     if file.is_dir() and not (file / TOKENIZER_FILE).exists() and (file / SENTENCEPIECE_FILE).exists():
         file /= SENTENCEPIECE_FILE
-    kind: Literal["huggingface", "sentencepiece", "tiktoken"]
-    kind = "sentencepiece" if file.suffix == ".model" else "tiktoken" if file.suffix == ".tiktoken" else "huggingface"
+    kind: Literal["huggingface", "sentencepiece", "tiktoken"] = "huggingface"
+    if file.suffix == ".model":
+        kind = "tiktoken" if holds_ranks(file) else "sentencepiece"
+    elif file.suffix == ".tiktoken":
+        kind = "tiktoken"
     return TokenizerFiles(kind, (str(file),))
 
 
 class ByteTokenizer:
-    """Tokenizer with one id per byte of UTF-8, and 256 for the end of a document."""
+    """Tokenizer with one id per byte of UTF-8, and 256 for the end of a document, unless another id is given."""
 
     vocab_size = 257
-    eod_id = 256
+    eod_id = _BYTES_END
+    special = SpecialIds()
     digest = hashlib.sha256(b"megalin byte tokenizer: 256 bytes, end of document 256").hexdigest()
-    definition = digest
+
+    def __init__(self, *, eod_token: EodToken | None = None) -> None:
+        if eod_token is not None:
+            self.eod_id = end_of_document(Path(BYTES), eod_token, self.token_id, self.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -152,159 +156,59 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         end = END_OF_DOCUMENT.encode("utf-8")
-        data = b"".join(end if token == self.eod_id else bytes([token]) for token in ids)
+        data = b"".join(end if token == _BYTES_END else bytes([token]) for token in ids)
         return data.decode("utf-8", errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        return self.eod_id if token == END_OF_DOCUMENT else None
+        return _BYTES_END if token == END_OF_DOCUMENT else None
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
         counts = np.ones(self.vocab_size, np.int64)
-        counts[self.eod_id] = 0
+        counts[_BYTES_END] = 0
         return counts
 
 
-class EndOfDocumentError(DataError):
-    """A tokenizer.json without a known token that ends a document."""
+class WithSpecialTokens:
+    """Tokenizer that puts special ids around each text: those of a tokenizer.json's post-processor, as Megatron-LM and
+    transformers do; of a SentencePiece model and of Llama's ranks, BOS.
 
-
-class HuggingFaceTokenizer:
-    """Tokenizer of a tokenizer.json (`tokenizers` library), without padding or truncation.
-
-    A document ends with the first of these that the vocabulary has: the given token; `eos_token` of
-    tokenizer_config.json, then of special_tokens_map.json in the same folder; `<|endoftext|>`.
+    Attributes:
+        plain: the tokenizer without them.
     """
 
-    def __init__(
-        self, path: Path, data: bytes | None = None, *, eod_token: str | None = None, special_tokens: bool = False
-    ) -> None:
-        """Reads a local file, that of a folder, or its content from `data`; nothing is downloaded and no code is run.
-
-        Args:
-            eod_token: name of the token that ends a document.
-            special_tokens: `encode` adds the ids of the file's post-processor, such as BOS, as Megatron-LM does.
-
-        Raises:
-            DataError: the file is missing, longer than 64 MiB, not a tokenizer, without an end of a document, or has an
-                id of 2^22 and more.
-        """
-        path = path / TOKENIZER_FILE if path.is_dir() else path
-        if data is None:
-            data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
-        self.path = path
-        self.digest = hashlib.sha256(data).hexdigest()
-        try:
-            with panics_as_data_errors(path):
-                self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception for every malformed file
-            raise DataError(f"{path}: not a tokenizer.json: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        # Else a corpus that merely mentions `<|endoftext|>` would end its document there.
-        self._tokenizer.encode_special_tokens = True
-        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.eod_token = self._end_of_document(eod_token)
-        self.eod_id = self._vocabulary[self.eod_token]
-        self.vocab_size = max(self._vocabulary.values()) + 1
-        if self.vocab_size > VOCABULARY_LIMIT:
-            raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
-        description = json.loads(data)
-        self._decoder = description.get("decoder")
-        self._special_tokens = special_tokens
-        cached = cuts_as_gpt2(description) and not special_tokens
-        self._cache = WordCache(self._encode_whole) if cached else None
-
-    def _end_of_document(self, given: str | None) -> str:
-        """Name of the token that ends a document. Raises DataError."""
-        if given is not None:
-            if given not in self._vocabulary:
-                raise DataError(f"{self.path}: has no token {given!r} to end a document; give one of its tokens")
-            return given
-        named = list(named_end_tokens(self.path.parent))
-        for token in (*named, END_OF_DOCUMENT):
-            if token in self._vocabulary:
-                return token
-        others = f" or {' or '.join(named)}, which its folder names" if named else ""
-        raise EndOfDocumentError(
-            f"{self.path}: has no token {END_OF_DOCUMENT}{others}; name the token that ends a document, as --eod-token "
-            "or data.eod_token"
-        )
-
-    @property
-    def definition(self) -> str:
-        content = json.dumps([json.loads(self._tokenizer.to_str()), self.eod_id], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
-
-    def leading_special_ids(self) -> list[int]:
-        """The ids that the file's post-processor puts before a text, such as BOS; empty without such."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [number for number, _ in itertools.takewhile(lambda each: each[1], marked)]
+    def __init__(self, plain: Tokenizer) -> None:
+        self.plain = plain
+        self.vocab_size, self.eod_id, self.digest = plain.vocab_size, plain.eod_id, plain.digest
+        self.special = plain.special
 
     def encode(self, text: str) -> list[int]:
-        with panics_as_data_errors(self.path):
-            return list(self._tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
+        return [*self.special.before, *self.plain.encode(text), *self.special.after]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encode_whole(texts) if self._cache is None else self._cache.encode_batch(texts)
-
-    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
-        with panics_as_data_errors(self.path):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._special_tokens)
-        return [list(encoding.ids) for encoding in encodings]
+        return [[*self.special.before, *ids, *self.special.after] for ids in self.plain.encode_batch(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with panics_as_data_errors(self.path):
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return self.plain.decode(ids)
 
     def token_id(self, token: str) -> int | None:
-        return self._vocabulary.get(token)
+        return self.plain.token_id(token)
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """As in the protocol; exact, because a byte-level token has one character per byte.
-
-        Raises:
-            DataError: the tokenizer is not byte-level, so the bytes of an id are not defined.
-        """
-        if not _is_byte_level(self._decoder):
-            raise DataError(f"{self.path}: bytes per token need a byte-level tokenizer (decoder ByteLevel)")
-        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-        added = self._tokenizer.get_added_tokens_decoder()
-        counts = np.zeros(self.vocab_size, np.int64)
-        for token, number in self._vocabulary.items():
-            if number in added:
-                counts[number] = 0 if added[number].special else len(token.encode("utf-8"))
-            else:
-                counts[number] = len(token) if alphabet.issuperset(token) else len(token.encode("utf-8"))
-        return counts
+        return self.plain.token_bytes()
 
 
-def token_of_id(path: Path, number: int) -> str | None:
-    """Name of the token with an id in a valid tokenizer.json; None if there is none."""
-    data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
-    return tokenizers.Tokenizer.from_buffer(data).id_to_token(number) if number >= 0 else None
-
-
-def _is_byte_level(decoder: Any) -> bool:
-    if not isinstance(decoder, dict):
-        return False
-    return decoder.get("type") == "ByteLevel" or any(_is_byte_level(part) for part in decoder.get("decoders", []))
-
-
-def gpt2_tokenizer(vocabulary: Path, merges: Path) -> HuggingFaceTokenizer:
+def gpt2_tokenizer(vocabulary: Path, merges: Path, *, eod_token: EodToken | None = None) -> HuggingFaceTokenizer:
     """Loads the byte-level BPE of GPT-2's two files, vocab.json and merges.txt. Raises DataError."""
     for path in (vocabulary, merges):
         read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give GPT-2's vocab.json and merges.txt")
     try:
         model = models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # as above
+    except Exception as error:  # the library raises bare Exception for every malformed file
         raise DataError(f"{vocabulary} and {merges}: not GPT-2's vocabulary and merges: {error}") from error
     tokenizer = _byte_level(model)
     if tokenizer.token_to_id(END_OF_DOCUMENT) is not None:
         tokenizer.add_special_tokens([END_OF_DOCUMENT])
-    return HuggingFaceTokenizer(vocabulary, tokenizer.to_str().encode("utf-8"))
+    return HuggingFaceTokenizer(vocabulary, tokenizer.to_str().encode("utf-8"), eod_token=eod_token)
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:

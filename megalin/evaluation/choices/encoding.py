@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megalin.data.tokenizers.special_tokens import SpecialTokenRule, special_tokens_of
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError, DataError
 from megalin.evaluation.choices.requests import Request, Task
@@ -45,30 +46,46 @@ class EncodedTask(NamedTuple):
     """In the order of `Task.requests`."""
     num_truncated: int
     """Requests that lost tokens on the left."""
+    num_merged: int
+    """Requests whose answer merges with its prompt."""
 
 
-def encode_task(task: Task, tokenizer: Tokenizer, *, max_tokens: int) -> EncodedTask:
+def encode_task(
+    task: Task, tokenizer: Tokenizer, *, max_tokens: int, special_tokens: SpecialTokenRule | None = None
+) -> EncodedTask:
     """Encodes a task as lm-eval does: prompt and answer together, split after as many ids as the prompt has alone;
-    spaces at the end of the prompt count to the answer. A prompt without a token is the id that ends a document.
+    spaces at the end of the prompt count to the answer. A prompt without text is the prefix id of `special_tokens`.
+
+    An answer may merge with its prompt, so that both together have other ids than the prompt alone. One that then has
+    no id of its own is scored by the last id of both.
 
     Args:
         max_tokens: tokens that a model reads at once. A request of more than `max_tokens` + 1 ids (the last one is
             only predicted) loses ids on the left.
+        special_tokens: None: those that the tokenizer has by default.
 
     Raises:
-        DataError: an answer of more than `max_tokens` tokens, whose probability would miss some; or of none.
+        DataError: an answer of more than `max_tokens` tokens, whose probability would miss some; or a request of none.
     """
+    special = special_tokens_of(tokenizer, None) if special_tokens is None else special_tokens
+    encoder = special.encoder(tokenizer)
     texts = [_moved_spaces(request) for request in task.requests()]
-    contexts = list(dict.fromkeys(context for context, _ in texts))
-    prompts = dict(zip(contexts, _encode(tokenizer, contexts), strict=True))
-    wholes = _encode(tokenizer, [context + continuation for context, continuation in texts])
-    encoded, num_truncated = [], 0
-    for (context, continuation), whole in zip(texts, wholes, strict=True):
+    contexts = list(dict.fromkeys(context for context, _ in texts if context))
+    prompts = {"": [special.prefix_id]} | dict(zip(contexts, _encode(encoder, contexts), strict=True))
+    after_prompts = _encode(encoder, [context + continuation for context, continuation in texts if context])
+    alone = _encode(tokenizer, [continuation for context, continuation in texts if not context])
+    encoded, num_truncated, num_merged = [], 0, 0
+    for context, continuation in texts:
         prompt = prompts[context]
+        whole = next(after_prompts) if context else [*prompt, *next(alone)]
         answer = whole[len(prompt) :]
+        num_merged += whole[: len(prompt)] != prompt
+        if not answer and context and whole:
+            num_merged += whole == prompt
+            prompt, answer = whole[:-1], whole[-1:]
         if not answer:
             raise DataError(
-                f"{task.name}: the answer {continuation!r} has no token of its own after the prompt that ends with "
+                f"{task.name}: the answer {continuation!r} has no token, nor has its prompt, which ends with "
                 f"{context[-20:]!r}; leave the task out for this tokenizer"
             )
         if len(answer) > max_tokens:
@@ -76,10 +93,10 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, max_tokens: int) -> Encoded
                 f"{task.name}: an answer has {len(answer)} tokens, more than the {max_tokens} of data.sequence_length, "
                 "so that its probability would miss some; use longer sequences or leave the task out"
             )
-        ids = (prompt or [tokenizer.eod_id]) + answer
+        ids = (prompt or [special.prefix_id]) + answer
         num_truncated += len(ids) > max_tokens + 1
         encoded.append(EncodedRequest(array("i", ids[-(max_tokens + 1) :]), len(answer)))
-    return EncodedTask(task, encoded, num_truncated)
+    return EncodedTask(task, encoded, num_truncated, num_merged)
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:

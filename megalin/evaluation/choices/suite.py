@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalin.data.tokenizers.special_tokens import special_tokens_of
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError
 from megalin.evaluation.choices.encoding import EncodedTask, check_vocabulary, encode_task
@@ -67,11 +68,15 @@ class ChoiceSuite:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
         check_vocabulary(tokenizer, config.model.vocab_size)
         self._tokenizer_digest = tokenizer.digest
+        self._special_tokens = special_tokens_of(tokenizer, config.data.special_tokens)
+        self._has_begin = self._special_tokens != (False, tokenizer.eod_id)
         data = EvaluationData(options.data or Path(config.evaluation.data))
         for name in data.select(options.tasks):
             task = data.read(name, limit=options.limit)
             key = name if options.limit is None else f"{name}[:{options.limit}]"
-            self.tasks[key] = encode_task(task, tokenizer, max_tokens=config.data.sequence_length)
+            self.tasks[key] = encode_task(
+                task, tokenizer, max_tokens=config.data.sequence_length, special_tokens=self._special_tokens
+            )
 
     def result_names(self) -> list[str]:
         """Names of the results."""
@@ -80,6 +85,8 @@ class ChoiceSuite:
     def settings(self, key: str) -> dict[str, Any]:
         """Everything besides the weights that a task's result depends on, as JSON."""
         return {
+            # Only where they are there: results of earlier versions remain valid.
+            **({"special_tokens": list(self._special_tokens)} if self._has_begin else {}),
             "sha256": self.tasks[key].task.sha256,
             "limit": self.options.limit,
             "tokenizer": self._tokenizer_digest,
@@ -125,6 +132,7 @@ class ChoiceSuite:
             num_questions_in_file=task.num_questions,
             num_requests=len(encoded.requests),
             num_truncated=encoded.num_truncated,
+            num_merged=encoded.num_merged,
             method="carried_state" if carry else "packed",
             seconds=time.perf_counter() - started,
         )

@@ -28,6 +28,7 @@ from megalin.evaluation.tasks.sequence_task import split_seed
 from megalin.evaluation.tasks.text_task import GenerationRequest, TextTask, fraction_found
 from megalin.generation import Sampling, generate_batches
 from megalin.generation.decoder import grows
+from megalin.generation.prompts import completion_text
 from megalin.model.config import EncoderConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.agreement import on_every_rank
@@ -145,7 +146,7 @@ class _TextSuite(abc.ABC):
             )
             for completion in completions:
                 request = batch[completion.number]
-                text = self._tokenizer.decode(completion.tokens[: request.new_tokens])
+                text = completion_text(self._tokenizer, request.prompt, completion.tokens[: request.new_tokens])
                 fractions[order[done + completion.number]] = fraction_found(text, request.references)
             done += len(batch)
             on_progress(done, len(order))
@@ -204,30 +205,44 @@ class NeedleSuite(_TextSuite):
         }
         chosen = match_tasks(tasks, list(kinds), place="the suite needle")
         grids = {kind: needle_grid(kinds[kind], self.lengths, depths) for kind in chosen}
-        self._make_requests({f"needle/{kind}{suffix}": partial(self._of_grid, grid) for kind, grid in grids.items()})
+        self._fitting: dict[str, list[int]] = {}
+        names = {f"needle/{kind}{suffix}": grid for kind, grid in grids.items()}
+        self._make_requests({name: partial(self._of_grid, name, grid) for name, grid in names.items()})
 
-    def _of_grid(self, grid: Sequence[Sequence[Needle]]) -> list[GenerationRequest]:
-        """The requests of all cells, of all lengths for each depth."""
-        cells = [cell for row in grid for cell in row]
+    def _of_grid(self, name: str, grid: Sequence[Sequence[Needle]]) -> list[GenerationRequest]:
+        """The requests of all cells, of all lengths for each depth; leaves lengths out, with a warning, that the
+        shortest prompt does not fit. Raises ConfigError where it fits none."""
+        columns: dict[int, list[list[GenerationRequest]]] = {}  # of each length, the requests by depth
+        problems = []
+        for length, *cells in zip(self.lengths, *grid, strict=True):
+            try:
+                columns[length] = [self._of_cell(cell) for cell in cells]
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+        if not columns:
+            raise ConfigError(problems[-1].removeprefix(f"{name}: "))
+        for problem in problems:
+            _log.warning("left out of the suite %s: %s", self.name, problem)
+        self._fitting[name] = list(columns)
+        return [request for row in zip(*columns.values(), strict=True) for cell in row for request in cell]
+
+    def _of_cell(self, cell: Needle) -> list[GenerationRequest]:
         seed = split_seed(0, "test")
         try:
-            return [
-                cell.request(self._tokenizer, seed, number, self._documents)
-                for cell in cells
-                for number in range(self._per_cell)
-            ]
+            return [cell.request(self._tokenizer, seed, number, self._documents) for number in range(self._per_cell)]
         except DataError as error:
             raise DataError(f"data.{self._split}: {error}; or use --haystack noise") from None
 
     def settings(self, key: str) -> dict[str, Any]:
         """Everything besides the weights that a result depends on, as JSON."""
-        settings = super().settings(key) | {"depths": self._depths}
+        settings = super().settings(key) | {"lengths": self._fitting[key], "depths": self._depths}
         if self._documents is not None:
             settings["haystack"] = split_settings(self._config, self._split, self._config.data.paths(self._split))
         return settings
 
     def _measure(self, key: str, found: npt.NDArray[np.float64]) -> tuple[dict[str, Metric], dict[str, Any]]:
-        whole = (found == 1.0).reshape(self._depths, len(self.lengths), self._per_cell)
+        lengths = self._fitting[key]
+        whole = (found == 1.0).reshape(self._depths, len(lengths), self._per_cell)
         success = whole.mean(axis=2) > 0.5
         metrics = {
             "accuracy": mean(success.astype(np.float64).flatten().tolist()),
@@ -236,7 +251,7 @@ class NeedleSuite(_TextSuite):
         }
         details = {
             "success": success.tolist(),
-            "lengths": self.lengths,
+            "lengths": lengths,
             "accuracy_at_length": accuracy_at_length(success).tolist(),
             "accuracy_up_to_length": accuracy_up_to_length(success).tolist(),
             "state_bytes": self._state_bytes(),

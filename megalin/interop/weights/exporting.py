@@ -17,7 +17,8 @@ from torch import Tensor
 from megalin.checkpoint.load import load
 from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
-from megalin.data.tokenizers.formats import TOKENIZER_FILE
+from megalin.data.tokenizers.formats import TOKENIZER_FILE, TOKENIZER_SETTINGS
+from megalin.data.tokenizers.special_tokens import special_tokens_of
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megalin.errors import CheckpointError, ConfigError, StorageError
 from megalin.generation.decoder import grows
@@ -70,7 +71,8 @@ def export_hf(
         temporary.mkdir(parents=True)
         _write_tensors(temporary, checkpoint, model, layout, file_bytes)
         length = config.data.sequence_length if grows(model) else NO_LIMIT
-        write_settings(temporary, config.model, layout, tokenizer, length=length)
+        asked = config.data.special_tokens
+        write_settings(temporary, config.model, layout, tokenizer, length=length, special_tokens=asked)
         card = cards.model_card(run, config, layout, step=checkpoint.step, num_parameters=model.num_parameters())
         (temporary / cards.FILE).write_text(card, encoding="utf-8")
         _set_modes(temporary)
@@ -143,10 +145,19 @@ def _num_bytes(item: Placed) -> int:
 
 
 def write_settings(
-    folder: Path, model: ModelConfig, layout: CheckpointLayout, tokenizer: Tokenizer | None, *, length: int
+    folder: Path,
+    model: ModelConfig,
+    layout: CheckpointLayout,
+    tokenizer: Tokenizer | None,
+    *,
+    length: int,
+    special_tokens: bool | None = None,
 ) -> None:
-    """Writes config.json and the tokenizer's files."""
-    end = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod_id, "pad_token_id": None}
+    """Writes config.json and the tokenizer's files, whose texts have special tokens as those of the run
+    (data.special_tokens)."""
+    eos = None if tokenizer is None else tokenizer.eod_id
+    bos = None if tokenizer is None else special_tokens_of(tokenizer, special_tokens).prefix_id
+    end = {"bos_token_id": None if bos == eos else bos, "eos_token_id": eos, "pad_token_id": None}
     values: dict[str, Any] = {
         "architectures": [layout.architecture],
         "model_type": layout.model_type,
@@ -161,9 +172,15 @@ def write_settings(
         return
     _write_json(folder / "generation_config.json", end)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
+        if special_tokens is False:
+            description = json.loads(tokenizer.path.read_bytes())
+            _write_json(folder / TOKENIZER_FILE, description | {"post_processor": None})
+        else:
+            shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
-        _write_json(folder / "tokenizer_config.json", about)
+        if bos is not None and bos != eos:
+            about["bos_token"] = tokenizer.decode([bos])
+        _write_json(folder / TOKENIZER_SETTINGS, about)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import megalin
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
 from megalin.config import dumps, parse
-from megalin.data.tokenizers.formats import END_OF_DOCUMENT, TOKENIZER_FILE
+from megalin.data.tokenizers.formats import END_OF_DOCUMENT, TOKENIZER_FILE, TOKENIZER_SETTINGS
 from megalin.data.tokenizers.tokenizer import EndOfDocumentError, HuggingFaceTokenizer, token_of_id
 from megalin.errors import CheckpointError, DataError, MegalinError, StorageError
 from megalin.generation.decoder import grows
@@ -169,6 +170,8 @@ def _run_config(model: ModelConfig, length: int, run: Path, tokenizer: HuggingFa
         data["tokenizer"] = str((run / TOKENIZER_FILE).resolve())
         if tokenizer.eod_token != END_OF_DOCUMENT:
             data["eod_token"] = tokenizer.eod_token
+        if tokenizer.special.before:
+            data["special_tokens"] = True
     values = {
         "model": model.model_dump(),
         "data": data,
@@ -191,6 +194,9 @@ def _copy_tokenizer(source: Path, run: Path, model: ModelConfig, settings: Setti
         return f"{file} has {tokenizer.vocab_size} ids, more than the model's {model.vocab_size}"
     try:
         shutil.copyfile(tokenizer.path, run / TOKENIZER_FILE)
+        if (begin := tokenizer.special.begin) is not None:
+            names = {"bos_token": tokenizer.decode([begin])}
+            (run / TOKENIZER_SETTINGS).write_text(json.dumps(names) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable(run, error) from None
     return tokenizer

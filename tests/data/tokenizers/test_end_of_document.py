@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, processors
 
 from megalin.data.config import DataConfig
+from megalin.data.datasets.token import open_parts
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megalin.errors import ConfigError, DataError
@@ -56,7 +58,7 @@ def test_token_without_a_place_in_the_vocabulary_is_named(folder: Path):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     with pytest.raises(DataError, match="or <eos>, which its folder names"):
         load_tokenizer(str(folder))
-    with pytest.raises(ConfigError, match=r"bytes: its end of document is <\|endoftext\|>, not '<eos>'"):
+    with pytest.raises(DataError, match="bytes: has no token '<eos>' to end a document"):
         load_tokenizer("bytes", "<eos>")
 
 
@@ -68,9 +70,7 @@ def test_bad_settings_are_refused(folder: Path, text: str):
 
 
 def test_ids_of_the_post_processor_are_kept_only_on_request(folder: Path):
-    plain, special = (
-        HuggingFaceTokenizer(folder, eod_token="</s>", special_tokens=special) for special in (False, True)
-    )
+    plain, special = (load_tokenizer(str(folder), "</s>", special_tokens=special) for special in (False, True))
     assert (plain.encode("a"), plain.encode_batch(["a"])) == ([0], [[0]])
     assert (special.encode("a"), special.encode_batch(["a"])) == ([3, 0], [[3, 0]])
     assert plain.digest == special.digest  # the same ids
@@ -82,7 +82,7 @@ def test_only_the_ids_before_a_text_begin_a_prompt(folder: Path):
     library.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 3), ("</s>", 1)])
     library.save(str(folder / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(folder, eod_token="</s>")
-    assert HuggingFaceTokenizer(folder, eod_token="</s>", special_tokens=True).encode("a") == [3, 3, 0, 1]
+    assert load_tokenizer(str(folder), "</s>", special_tokens=True).encode("a") == [3, 3, 0, 1]
     assert encode_prompts(tokenizer, ["a", ""], special_tokens=True) == [[3, 3, 0], [3, 3]]
     assert encode_prompts(tokenizer, ["a", ""], special_tokens=False) == [[0], []]
     library.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
@@ -101,9 +101,22 @@ def test_preprocess_writes_the_ids_of_megatron(folder: Path):
         assert list(shard.read(0, 3)) == [3, 0, 2]
     manifest = json.loads((folder / "shard_text_document.manifest.json").read_text())
     assert (manifest["tokenizer"]["eod_id"], manifest["tokenizer"]["special_tokens"]) == (2, True)
+    config = DataConfig(train=["x"], sequence_length=1, tokenizer=str(folder), eod_token="</s>", special_tokens=False)
+    for special_tokens in (None, True, False):
+        changed = config.model_copy(update={"special_tokens": special_tokens})
+        refused = pytest.raises(
+            DataError, match=r"made with --special-tokens, but data\.special_tokens = False; set it to"
+        )
+        with ExitStack() as stack, refused if special_tokens is False else nullcontext():
+            open_parts(changed, "train", 4, [str(folder / "shard_text_document")], stack)
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "text": "aa"}\n{"prompt": "a", "text": ""}\n')
+    pairs = ["--input", str(folder / "pairs.jsonl"), *flags[2:], "--prompt-key", "prompt"]
+    assert preprocess_data.main([*pairs, "--output-prefix", str(folder / "pairs")]) == 0
+    with Shard(folder / "pairs_text_document") as shard:
+        assert list(shard.read(0, shard.num_tokens)) == [3, 0, 0, 2]  # BOS before the prompt alone
     other = ["--input", str(folder / "text.jsonl"), "--tokenizer-type", "ByteTokenizer", "--output-prefix", "x"]
-    for flag in (["--eod-token", "x"], ["--special-tokens"]):
-        assert preprocess_data.main([*other, *flag]) == 2
+    assert preprocess_data.main([*other, "--eod-token", "x"]) == 3
+    assert preprocess_data.main([*other, "--special-tokens"]) == 2
 
 
 def test_bits_per_byte_are_left_out_where_ids_have_no_fixed_bytes(folder: Path, caplog: pytest.LogCaptureFixture):

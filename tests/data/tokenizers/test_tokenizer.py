@@ -12,7 +12,8 @@ import sentencepiece
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 
-from megalin.data.tokenizers.formats import TIKTOKEN_PATTERNS, TiktokenTokenizer
+from megalin.data.tokenizers.rank_families import PATTERNS
+from megalin.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from megalin.data.tokenizers.tokenizer import (
     BytePairTrainer,
     ByteTokenizer,
@@ -65,7 +66,7 @@ def ranks(path):
 
 @pytest.fixture(params=["bytes", "bpe", "gpt2", "tiktoken"])
 def tokenizer(request, path, gpt2, ranks):
-    tiktoken = TokenizerFiles("tiktoken", (str(ranks),), "gpt2")
+    tiktoken = TokenizerFiles("tiktoken", (str(ranks),), "gpt2", 1000)
     files = {"bytes": tokenizer_files("bytes"), "bpe": tokenizer_files(str(path)), "gpt2": gpt2, "tiktoken": tiktoken}
     return files[request.param].load()
 
@@ -81,7 +82,7 @@ def _characters():
 def test_files_of_one_vocabulary_give_the_same_ids(path, gpt2, ranks, text):
     expected = load_tokenizer(str(path)).encode(text)
     assert gpt2.load().encode(text) == expected
-    assert [token + 1 for token in TiktokenTokenizer(ranks, pattern="gpt2").encode(text)] == expected
+    assert [token + 1 for token in TiktokenTokenizer(ranks, pattern="gpt2", eod_token=50256).encode(text)] == expected
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_files_of_one_vocabulary_give_the_same_ids(path, gpt2, ranks, text):
     ],
 )
 def test_published_patterns_cut_text_as_their_vocabularies_do(name, text, words):
-    assert regex.findall(TIKTOKEN_PATTERNS[name].expression, text) == words
+    assert regex.findall(PATTERNS[name], text) == words
 
 
 @pytest.fixture(scope="module")
@@ -134,26 +135,12 @@ def test_sentencepiece_without_an_end_is_refused(tmp_path):
         ("t.model", b"junk", DataError, "t.model: not a SentencePiece model"),
         ("t.tiktoken", b"YQ== 0\nYg==\n", DataError, "t.tiktoken:2: expected a token in base64 and its rank"),
         ("t.tiktoken", b"YQ== 0\n", DataError, "t.tiktoken: expected every byte and each rank from 0 to 0 once"),
-        ("t.tiktoken", None, ConfigError, "t.tiktoken: 400 ranks and the pattern '' match no known vocabulary; give"),
     ],
 )
-def test_file_of_another_format_is_refused(tmp_path, ranks, name, data, error, message):
-    whole = ranks.read_bytes() + b"".join(
-        b"%b %d\n" % (base64.b64encode(b"%05d" % k), k) for k in range(len(ranks.read_bytes().splitlines()), 400)
-    )
-    (tmp_path / name).write_bytes(whole if data is None else data)
+def test_file_of_another_format_is_refused(tmp_path, name, data, error, message):
+    (tmp_path / name).write_bytes(data)
     with pytest.raises(error, match=re.escape(message)):
         load_tokenizer(str(tmp_path / name))
-
-
-def test_published_number_of_ranks_identifies_pattern_and_end(tmp_path):
-    tokens = [bytes([byte]) for byte in range(256)] + [b"%06d" % k for k in range(256, 100256)]
-    path = tmp_path / "c.tiktoken"
-    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
-    tokenizer = load_tokenizer(str(path))
-    assert (tokenizer.eod_id, tokenizer.vocab_size) == (100257, 100258)
-    assert tokenizer.token_bytes()[100256] == 0  # an id without a rank
-    assert tokenizer.decode([97, 100256, 100257]) == "a<|endoftext|>"
 
 
 def test_gpt2_files_that_are_none_are_refused(tmp_path, gpt2):
@@ -226,6 +213,24 @@ def test_batch_equals_the_library_for_tokenizers_that_cut_otherwise(path, tmp_pa
     assert HuggingFaceTokenizer(tmp_path / "t.json").encode_batch(HARD) == expected
 
 
+def test_any_token_ends_documents_by_its_text_or_id(request, path, gpt2, ranks, sentencepiece_model):
+    for files, text in (
+        (tokenizer_files("bytes"), "<|endoftext|>"),
+        (tokenizer_files(str(path)), "the"),
+        (gpt2, "the"),
+        (TokenizerFiles("tiktoken", (str(ranks),), "gpt2"), "the"),
+        (tokenizer_files(str(sentencepiece_model)), "<unk>"),
+    ):
+        by_text = files._replace(eod_token=text).load()
+        assert by_text.eod_id == by_text.token_id(text)
+        for number in (by_text.eod_id, 7):
+            for given in (number, str(number)):
+                assert files._replace(eod_token=given).load().eod_id == number
+        for given in ("<|none|>", 1 << 22):
+            with pytest.raises(DataError, match=rf"has no (token|id) '?{re.escape(str(given))}'? to end a document"):
+                files._replace(eod_token=given).load()
+
+
 def test_end_of_document_has_an_id_of_no_bytes(tokenizer):
     assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
     assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
@@ -277,7 +282,7 @@ def test_pattern_on_which_the_library_panics_is_an_error_of_the_file(path, tmp_p
 
 
 def test_text_on_which_tiktoken_panics_is_an_error_with_a_remedy(ranks, capfd):
-    tokenizer = TokenizerFiles("tiktoken", (str(ranks),), "gpt2").load()
+    tokenizer = TokenizerFiles("tiktoken", (str(ranks),), "gpt2", 1000).load()
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
         with pytest.raises(DataError, match=r"t\.tiktoken: its library .*; it takes no run of a million spaces"):
             encode(" " * 1_000_000 + "a")

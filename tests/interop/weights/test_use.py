@@ -58,6 +58,26 @@ def test_export_and_import_carry_the_tokenizer(tokenizer: Path, tmp_path: Path, 
     assert texts[0].startswith("the cat")
 
 
+def test_export_and_import_carry_the_token_that_begins_texts(tokenizer: Path, tmp_path: Path):
+    library = tokenizers.Tokenizer.from_file(str(tokenizer))
+    begin = library.token_to_id("a")
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="a $A", special_tokens=[("a", begin)])
+    library.save(str(tokenizer))
+    write_run(tmp_path / "run", MODELS["llama"].table, tokenizer=str(tokenizer))
+    for source, out, run in (("run", "out", "imported"), ("imported", "again", "imported again")):
+        assert _command("export", "hf", tmp_path / source, tmp_path / out) == 0
+        assert json.loads((tmp_path / out / "config.json").read_text())["bos_token_id"] == begin
+        assert json.loads((tmp_path / out / "tokenizer_config.json").read_text())["bos_token"] == "a"
+        assert _command("import", "hf", tmp_path / out, tmp_path / run) == 0
+        assert open_run(tmp_path / run)[0].data.special_tokens is True
+    text = (tmp_path / "run/config.toml").read_text()
+    (tmp_path / "run/config.toml").write_text(text.replace("[data]", "[data]\nspecial_tokens = false"))
+    assert _command("export", "hf", tmp_path / "run", tmp_path / "without") == 0
+    assert json.loads((tmp_path / "without/config.json").read_text())["bos_token_id"] is None
+    exported = tokenizers.Tokenizer.from_file(str(tmp_path / "without/tokenizer.json"))
+    assert exported.encode("ab").ids == library.encode("ab", add_special_tokens=False).ids
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_imported_model_generates_with_the_end_of_sentence_of_its_folder(
     file: str, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
