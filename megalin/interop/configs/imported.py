@@ -140,6 +140,11 @@ class ImportedConfig:
                 self.note("no effect", source, "the run has no validation split to evaluate", key)
 
     @property
+    def num_unknown(self) -> int:
+        """Number of keys that, as far as is known, the other system does not have."""
+        return sum(note.verdict == "unknown" for note in self.notes)
+
+    @property
     def complete(self) -> bool:
         """True if nothing is left to fill in; valid after `check`."""
         return not any(note.verdict == "fill in" for note in self.notes)

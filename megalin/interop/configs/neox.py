@@ -15,6 +15,7 @@ from megalin.interop.configs.flags import Flags, Reason
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_run
 from megalin.interop.configs.neox_model import MODEL_KEYS, add_neox_model
+from megalin.interop.configs.recognition import recognized_as
 
 _OWN_NAMES = {
     "pipe_parallel_size",
@@ -98,13 +99,14 @@ def add_neox(values: Mapping[Any, Any], imported: ImportedConfig) -> None:
     """Reads the run of a gpt-neox YAML; of several YAMLs, each later key replaces an earlier one."""
     settings = _names(values)
     flags = _flags(settings)
-    add_run(
-        Flags(flags, imported),
-        imported,
-        ranks=None,
-        model=lambda _, target: add_neox_model(settings, target),
-    )
-    _report(settings, imported)
+    with recognized_as("gpt-neox", imported, imported.source, keys=len(settings)):
+        add_run(
+            Flags(flags, imported),
+            imported,
+            ranks=None,
+            model=lambda _, target: add_neox_model(settings, target),
+        )
+        _report(settings, imported)
 
 
 def _names(values: Mapping[Any, Any]) -> dict[str, Any]:
