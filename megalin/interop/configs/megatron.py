@@ -80,8 +80,8 @@ def add_run(
 def _ranks(launcher: list[str]) -> int | None:
     """The number of ranks that torchrun or deepspeed starts, if its words give the ranks per node."""
     text = " ".join(launcher)
-    local = re.search(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators)[ =](\d+)(?= |$)", text)
-    nodes = re.search(r"--(?:nnodes|num_nodes)[ =](\d+)(?= |$)", text)
+    local = re.search(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators)[ =]([0-9]{1,9})(?= |$)", text)
+    nodes = re.search(r"--(?:nnodes|num_nodes)[ =]([0-9]{1,9})(?= |$)", text)
     return int(local[1]) * int(nodes[1] if nodes else 1) if local else None
 
 
@@ -355,7 +355,7 @@ def _add_data(flags: Flags, imported: ImportedConfig) -> None:
             imported.set(f"data.{split}", paths, f"--{_SPLITS[split]}-data-path")
     split = flags.text("--split", _SPLIT)
     if flags.has("--split") or not any(own.values()):
-        fractions = [float(fraction) for fraction in re.findall(r"[.\d]+", split)]
+        fractions = [float(fraction) for fraction in re.findall(r"[0-9]+\.?[0-9]*|\.[0-9]+", split)]
         imported.set("data.split", [*fractions, 0.0, 0.0][:3], flags.given("--split") or "--split's default")
     if cache := flags.text("--data-cache-path"):
         imported.set("data.cache", cache, "--data-cache-path")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
@@ -239,12 +238,9 @@ def _report(settings: Mapping[str, Any], imported: ImportedConfig) -> None:
             verdict, text = Reason("no effect", "it is off") if off else neox_reasons()[key]
             imported.note(verdict, key, text)
         elif key not in known:
-            imported.note("unknown", key, f"gpt-neox has no such key{_hint(key, known)}")
-
-
-def _hint(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else "; is it a fork's, or an older version's?"
+            close = imported.nearest(key, sorted(known))
+            hint = f"; did you mean {close}?" if close else "; is it a fork's, or an older version's?"
+            imported.note("unknown", key, f"gpt-neox has no such key{hint}")
 
 
 @functools.cache

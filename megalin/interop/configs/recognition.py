@@ -11,6 +11,7 @@ from megalin.interop.configs.imported import ImportedConfig
 
 SUPPORTED = "Megatron-LM's scripts, commands and YAML, gpt-neox's YAML, and DeepSpeed's JSON"
 """Configs that are read, for error messages."""
+_MAX_KEYS = 5000
 _MODEL = "Hugging Face's config of a model"
 _FOREIGN: dict[str, tuple[tuple[str, ...], ...]] = {
     _MODEL: (("architectures",), ("model_type", "hidden_size"), ("model_type", "vocab_size")),
@@ -69,8 +70,11 @@ def recognized_as(system: str, imported: ImportedConfig, source: str, *, keys: i
     """Reads a config of `keys` keys inside the context.
 
     Raises:
-        ConfigError: the system has none of the keys, or lacks more than it has; the config is of another system.
+        ConfigError: the config is of another system, which has none of its keys or lacks more than it has; or there are
+            more than 5,000 keys.
     """
+    if keys > _MAX_KEYS:
+        raise ConfigError(f"{source}: {keys} keys or flags; a config has at most {_MAX_KEYS}: give the config of a run")
     before = imported.num_unknown
     yield
     unknown = imported.num_unknown - before
