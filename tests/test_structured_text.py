@@ -9,6 +9,8 @@ from megalin.structured_text import StructureError, parse_json, parse_toml, pars
 
 ALIASES = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 
+PAIRS = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} !!pairs [{', '.join([f'k: *a{n - 1}'] * 9)}]" for n in range(1, 30))])
+
 
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
@@ -29,6 +31,11 @@ ALIASES = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
         (parse_yaml, "[" * 50_000, "nested more than 100 deep"),
         (parse_yaml, ALIASES, "expands to more than 10,000,000 values"),
         (parse_yaml, "a: &a [*a]", "nested more than 100 deep"),
+        (parse_yaml, PAIRS, "expands to more than 10,000,000 values"),
+        (parse_yaml, "a: 0x" + "f" * 10_000, "an integer beyond 1024 bits"),
+        (parse_yaml, "a: 1" + ":1" * 100_000, "an integer beyond 1024 bits"),
+        (parse_json, "9" * 400, "an integer beyond 1024 bits"),
+        (parse_yaml, "a: b\n" * 200_000, "more than 524,288 characters"),
         (parse_yaml, "a: !!python/object/apply:os.mkdir [ran]", "could not determine a constructor"),
     ],
 )

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
 import json
-import lzma
 import math
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn, cast
 
 from megalin.data.corpus.columnar import is_columnar, read_rows
+from megalin.data.corpus.decompression import DAMAGE, decompress
 from megalin.data.corpus.inputs import PARQUET, PLAIN, Span, compression, content_suffix, whole
 from megalin.errors import DataError
 from megalin.files import open_input
@@ -37,9 +33,6 @@ HARMLESS: BadKind = "blank line"
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 1 << 20
-# Text compresses about ten times; far more means a file made to exhaust its reader (a decompression bomb).
-_MAX_EXPANSION = 256
-_EXPANSION_FREE_BYTES = 1 << 30
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON spells one
 
 
@@ -108,7 +101,7 @@ class Reader:
                 for item in items:
                     self.lines += 1
                     yield item
-            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            except DAMAGE as error:
                 reason = getattr(error, "strerror", None) or error
                 raise DataError(
                     f"{path}: cannot be read: {reason} (at byte {raw.tell()}); check the disk, or copy the file again"
@@ -118,12 +111,12 @@ class Reader:
 
     def _lines_of(self, raw: BinaryIO) -> Iterator[Document | BadLine]:
         path, plain = self.span.path, content_suffix(self.span.path) == PLAIN
-        file = _decompressed(raw, path)
+        file = _content(raw, path)
         if plain:
             data = file.read(self.limit_bytes + 1)
             lines: Iterable[bytes | None] = [data if len(data) <= self.limit_bytes else None]
         else:
-            lines = _lines(file, self.limit_bytes, self.span, raw)
+            lines = _lines(file, self.limit_bytes, self.span)
         for number, line in enumerate(lines, start=1):
             try:
                 if line is None:
@@ -149,22 +142,14 @@ class Reader:
                 yield BadLine(self.span.path, number, refusal.kind, refusal.detail)
 
 
-def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
+def _content(raw: BinaryIO, path: str) -> BinaryIO:
     packed = compression(path)
-    if packed == "gz":
-        return cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES))
-    if packed == "bz2":
-        return io.BufferedReader(bz2.BZ2File(raw), _BUFFER_BYTES)
-    if packed == "xz":
-        return io.BufferedReader(lzma.LZMAFile(raw, format=lzma.FORMAT_XZ), _BUFFER_BYTES)
-    if packed == "zst":
-        # Arrow's reader detects a truncated file; zstandard's does not.
-        arrow = require("pyarrow", f"{path}: reading .zst")
-        return io.BufferedReader(arrow.input_stream(raw, compression="zstd", buffer_size=1 << 16), _BUFFER_BYTES)
+    if packed is not None:
+        return decompress(raw, packed, path)
     return open(raw.fileno(), "rb", closefd=False, buffering=_BUFFER_BYTES)
 
 
-def _lines(file: BinaryIO, limit_bytes: int, span: Span, raw: BinaryIO) -> Iterator[bytes | None]:
+def _lines(file: BinaryIO, limit_bytes: int, span: Span) -> Iterator[bytes | None]:
     """Yields the lines that start in the span, without line ends; None for one of more than `limit_bytes`.
 
     A line that is too long is skipped in pieces.
@@ -183,22 +168,12 @@ def _lines(file: BinaryIO, limit_bytes: int, span: Span, raw: BinaryIO) -> Itera
             line = None
         while True:
             position += len(piece)
-            if packed and position > _EXPANSION_FREE_BYTES:
-                _check_expansion(position, span, raw)
             if not piece or piece.endswith(b"\n"):
                 break
             piece = file.readline(limit_bytes + 2)
             if piece.rstrip(b"\r\n"):
                 line = None
         yield line
-
-
-def _check_expansion(position: int, span: Span, raw: BinaryIO) -> None:
-    if position > _MAX_EXPANSION * raw.tell():
-        raise DataError(
-            f"{span.path}: expands to {position} bytes from {raw.tell()}, more than {_MAX_EXPANSION} to 1, "
-            "which is not text; check the file, or decompress it yourself"
-        )
 
 
 def _skip_line(file: BinaryIO, enough: int) -> int:

@@ -29,6 +29,18 @@ _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLM_C_EVALUATION = 20240522
 _NPY = b"\x93NUMPY"
 _METADATA_BYTES = 1 << 16
+_OTHERS = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"\x80\x02\x8a\x0al\xfc\x9cF\xf9": "a pickle of an older torch.save",
+    b"\x1f\x8b\x08": "a gzip file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"\xfd7zXZ\x00": "an xz file",
+    b"MMIDIDX\x00\x00": "a Megatron index (.idx)",
+    b"GGUF": "a GGUF model",
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
+}
+"""First bytes of files that have no tokens; raw files have no first bytes of their own."""
 
 
 class TokenFile:
@@ -126,6 +138,8 @@ class TokenFile:
             raise DataError(
                 f"{self.path}: belongs to {index}, so it is a Megatron shard already; give its prefix to data.train"
             )
+        if other := next((name for magic, name in _OTHERS.items() if self._first(len(magic)) == magic), None):
+            raise DataError(f"{self.path}: begins as {other}, not as raw tokens; give --format raw if it has tokens")
         return "raw"
 
     def _open_raw(self) -> None:

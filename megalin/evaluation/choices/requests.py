@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalin.data.corpus.decompression import DAMAGE, decompress
 from megalin.errors import DataError
 from megalin.evaluation.choices.manifest import TaskFile, read_manifest, read_verified, remedy, requests_path
 from megalin.evaluation.task_names import match_tasks
@@ -107,15 +106,15 @@ class EvaluationData:
         path = requests_path(self.folder, name)
         data = read_verified(self.folder, name, record)
         try:
-            questions = _questions(_lines(data))
-        except (gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
+            questions = _questions(_lines(data, str(path)))
+        except (*DAMAGE, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}: not a file of requests: {error}; {remedy(self.folder)}") from None
         return Task(name, record.sha256, questions[:limit], len(questions))
 
 
-def _lines(data: bytes) -> Iterator[dict[str, Any]]:
+def _lines(data: bytes, path: str) -> Iterator[dict[str, Any]]:
     """Yields the requests of a compressed file as they are; memory holds one line at a time."""
-    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+    with decompress(io.BytesIO(data), "gz", path) as file:
         while line := file.readline(_LINE_LIMIT_BYTES):
             yield json.loads(line)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -16,7 +15,7 @@ from megalin.interop.configs.imported import ImportedConfig, Verdict, variable_h
 from megalin.interop.configs.shell import read_script
 from megalin.structured_text import parse_yaml
 
-_INSIDE = re.compile(r"\.py\s.*--", re.DOTALL)
+_PROGRAM_INSIDE = re.compile(r"\.py\s")
 _NUMBER = re.compile(r"-?\.?\d")
 _YAML_NAMES = {
     "layernorm_epsilon": "norm-epsilon",
@@ -81,7 +80,7 @@ def read_command(text: str, variables: Mapping[str, str], imported: ImportedConf
 
 def _command(words: Sequence[str]) -> TrainingCommand | None:
     """The command if it has flags for a Python program, also inside one word as in `srun bash -c "..."`."""
-    if inner := next((word for word in words if _INSIDE.search(word)), None):
+    if inner := next((word for word in words if _is_command(word)), None):
         words = next((inside for inside in read_script(inner, {}).commands if _program(inside) is not None), [])
     start = _program(words)
     if start is None:
@@ -89,6 +88,11 @@ def _command(words: Sequence[str]) -> TrainingCommand | None:
         return TrainingCommand([], "", parse_flags(words)) if alone else None
     flags = parse_flags(words[start + 1 :])
     return TrainingCommand(list(words[:start]), words[start], flags) if flags else None
+
+
+def _is_command(word: str) -> bool:
+    program = _PROGRAM_INSIDE.search(word)
+    return program is not None and "--" in word[program.end() :]
 
 
 def _program(words: Sequence[str]) -> int | None:
@@ -228,6 +232,6 @@ class Flags:
                 verdict, text = Reason("no effect", "it is off") if off else reasons()[name]
                 self._imported.note(verdict, key, text)
             else:
-                close = difflib.get_close_matches(name, [*reasons(), *self._read], n=1, cutoff=0.75)
-                hint = f"; did you mean {close[0]}?" if close else "; is it a fork's, or an older version's?"
+                close = self._imported.nearest(name, [*reasons(), *self._read])
+                hint = f"; did you mean {close}?" if close else "; is it a fork's, or an older version's?"
                 self._imported.note("unknown", key, f"Megatron-LM has no such flag{hint}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import tomli_w
@@ -30,6 +31,7 @@ _TITLES: dict[Verdict, str] = {
 _LOST: tuple[Verdict, ...] = ("differs", "not available", "unknown")
 """Verdicts of settings that the config does not have."""
 _SOURCE = "config"
+_HINTS = 100
 _PLACEHOLDER = re.compile(r"\$\{(\w+)[^}]*\}|\$\(|`")
 
 
@@ -138,6 +140,16 @@ class ImportedConfig:
                 del self.values["train"][name]
                 self.mapped.remove(entry)
                 self.note("no effect", source, "the run has no validation split to evaluate", key)
+
+    def nearest(self, key: str, known: Iterable[str]) -> str:
+        """The known key that is spelled like an unknown one; empty for none, and after the first 100 unknown keys."""
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.75) if self.num_unknown < _HINTS else []
+        return close[0] if close else ""
+
+    @property
+    def num_unknown(self) -> int:
+        """Number of keys that, as far as is known, the other system does not have."""
+        return sum(note.verdict == "unknown" for note in self.notes)
 
     @property
     def complete(self) -> bool:

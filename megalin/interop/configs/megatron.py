@@ -11,6 +11,7 @@ from megalin.interop.configs.flags import Flags, read_command, yaml_flags
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.loss_scale import add_loss_scale, scaling_of_flags
 from megalin.interop.configs.megatron_model import add_model
+from megalin.interop.configs.recognition import recognized_as
 
 _SEED = 1234
 _SPLIT = "969,30,1"
@@ -42,12 +43,15 @@ def add_script(text: str, variables: Mapping[str, str], imported: ImportedConfig
     command = read_command(text, variables, imported)
     if command.program and "gpt" not in PurePath(command.program).name:
         imported.note("differs", command.program, "read as pretrain_gpt.py: a decoder of attention and MLP")
-    add_run(Flags(command.flags, imported), imported, ranks=_ranks(command.launcher))
+    with recognized_as("Megatron-LM", imported, imported.source, keys=len(command.flags)):
+        add_run(Flags(command.flags, imported), imported, ranks=_ranks(command.launcher))
 
 
 def add_yaml(values: Mapping[Any, Any], imported: ImportedConfig) -> None:
     """Reads the run of a file for --yaml-cfg, or of a file with flags under MODEL_ARGS."""
-    add_run(Flags(yaml_flags(values), imported), imported, ranks=None)
+    flags = yaml_flags(values)
+    with recognized_as("Megatron-LM", imported, imported.source, keys=len(flags)):
+        add_run(Flags(flags, imported), imported, ranks=None)
 
 
 def add_run(
@@ -76,8 +80,8 @@ def add_run(
 def _ranks(launcher: list[str]) -> int | None:
     """The number of ranks that torchrun or deepspeed starts, if its words give the ranks per node."""
     text = " ".join(launcher)
-    local = re.search(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators)[ =](\d+)(?= |$)", text)
-    nodes = re.search(r"--(?:nnodes|num_nodes)[ =](\d+)(?= |$)", text)
+    local = re.search(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators)[ =]([0-9]{1,9})(?= |$)", text)
+    nodes = re.search(r"--(?:nnodes|num_nodes)[ =]([0-9]{1,9})(?= |$)", text)
     return int(local[1]) * int(nodes[1] if nodes else 1) if local else None
 
 
@@ -223,10 +227,8 @@ def _add_optimizer(flags: Flags, imported: ImportedConfig) -> None:
 
 def _add_schedule(flags: Flags, imported: ImportedConfig) -> None:
     style, peak = flags.text("--lr-decay-style", "linear"), imported.get("optimizer.lr")
-    min_lr, shape = (
-        flags.number("--min-lr", "schedule.min_lr_ratio") or 0.0,
-        flags.text("--lr-wsd-decay-style", "exponential"),
-    )
+    min_lr = flags.number("--min-lr", "schedule.min_lr_ratio") or 0.0
+    shape = flags.text("--lr-wsd-decay-style", "exponential")
     steps, final = (
         _add_steps(flags, imported),
         _steps(flags, imported, "schedule.decay_steps", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
@@ -353,7 +355,7 @@ def _add_data(flags: Flags, imported: ImportedConfig) -> None:
             imported.set(f"data.{split}", paths, f"--{_SPLITS[split]}-data-path")
     split = flags.text("--split", _SPLIT)
     if flags.has("--split") or not any(own.values()):
-        fractions = [float(fraction) for fraction in re.findall(r"[.\d]+", split)]
+        fractions = [float(fraction) for fraction in re.findall(r"[0-9]+\.?[0-9]*|\.[0-9]+", split)]
         imported.set("data.split", [*fractions, 0.0, 0.0][:3], flags.given("--split") or "--split's default")
     if cache := flags.text("--data-cache-path"):
         imported.set("data.cache", cache, "--data-cache-path")

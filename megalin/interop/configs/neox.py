@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
@@ -15,6 +14,7 @@ from megalin.interop.configs.flags import Flags, Reason
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_run
 from megalin.interop.configs.neox_model import MODEL_KEYS, add_neox_model
+from megalin.interop.configs.recognition import recognized_as
 
 _OWN_NAMES = {
     "pipe_parallel_size",
@@ -98,13 +98,14 @@ def add_neox(values: Mapping[Any, Any], imported: ImportedConfig) -> None:
     """Reads the run of a gpt-neox YAML; of several YAMLs, each later key replaces an earlier one."""
     settings = _names(values)
     flags = _flags(settings)
-    add_run(
-        Flags(flags, imported),
-        imported,
-        ranks=None,
-        model=lambda _, target: add_neox_model(settings, target),
-    )
-    _report(settings, imported)
+    with recognized_as("gpt-neox", imported, imported.source, keys=len(settings)):
+        add_run(
+            Flags(flags, imported),
+            imported,
+            ranks=None,
+            model=lambda _, target: add_neox_model(settings, target),
+        )
+        _report(settings, imported)
 
 
 def _names(values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -237,12 +238,9 @@ def _report(settings: Mapping[str, Any], imported: ImportedConfig) -> None:
             verdict, text = Reason("no effect", "it is off") if off else neox_reasons()[key]
             imported.note(verdict, key, text)
         elif key not in known:
-            imported.note("unknown", key, f"gpt-neox has no such key{_hint(key, known)}")
-
-
-def _hint(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else "; is it a fork's, or an older version's?"
+            close = imported.nearest(key, sorted(known))
+            hint = f"; did you mean {close}?" if close else "; is it a fork's, or an older version's?"
+            imported.note("unknown", key, f"gpt-neox has no such key{hint}")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from megalin.errors import ConfigError, StorageError
 from megalin.files import FileTooLargeError, read_limited
@@ -14,7 +15,8 @@ from megalin.interop.configs.flags import load_yaml
 from megalin.interop.configs.imported import ImportedConfig
 from megalin.interop.configs.megatron import add_script, add_yaml
 from megalin.interop.configs.neox import add_neox, is_neox
-from megalin.structured_text import MAX_BYTES
+from megalin.interop.configs.recognition import SUPPORTED, recognized_as, refuse_foreign
+from megalin.structured_text import MAX_BYTES, parse_toml
 
 
 def import_config(
@@ -36,17 +38,20 @@ def import_config(
         overrides: `key=value` pairs that fill in or change keys.
 
     Raises:
-        ConfigError: a source that is missing or unreadable, or an override that cannot be applied.
+        ConfigError: a source that is missing, unreadable or of another system, or an override that cannot be applied.
         StorageError: a file that exists or cannot be written.
     """
     text, name = _text(source)
     imported, rest = ImportedConfig(name), {}
-    if name.endswith(".json"):
-        rest = add_deepspeed(read_json(text, name), imported)
+    suffix = Path(name).suffix.lower()
+    if suffix == ".toml":
+        _refuse_toml(text, name)
+    elif suffix == ".json":
+        rest = _add_deepspeed(text, name, imported)
     else:
         if deepspeed_config is not None:
-            rest = add_deepspeed(read_json(_read(deepspeed_config), str(deepspeed_config)), imported)
-        if name.endswith((".yaml", ".yml")):
+            rest = _add_deepspeed(_read(deepspeed_config), str(deepspeed_config), imported)
+        if suffix in (".yaml", ".yml"):
             _add_yaml(text, imported)
         else:
             add_script(text, variables, imported)
@@ -61,18 +66,30 @@ def import_config(
     return imported
 
 
+def _add_deepspeed(text: str, source: str, imported: ImportedConfig) -> dict[str, Any]:
+    document = read_json(text, source)
+    refuse_foreign(document, source)
+    with recognized_as("DeepSpeed", imported, source, keys=len(document)):
+        return add_deepspeed(document, imported)
+
+
 def _add_yaml(text: str, imported: ImportedConfig) -> None:
-    """Reads a YAML by its own keys: gpt-neox's, or else Megatron-LM's."""
+    """Reads a YAML of gpt-neox or Megatron-LM, recognised by its keys."""
     values = load_yaml(text, imported.source)
-    if isinstance(values.get("trainer"), dict) and isinstance(values.get("model"), dict):
-        raise ConfigError(
-            f"{imported.source}: NeMo's YAML (trainer, model) is not supported; its table model has Megatron-LM's "
-            "names: give these as flags in quotes"
-        )
+    refuse_foreign(values, imported.source)
     if is_neox(values):
         add_neox(values, imported)
     else:
         add_yaml(values, imported)
+
+
+def _refuse_toml(text: str, source: str) -> NoReturn:
+    try:
+        values = parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: invalid TOML: {error}") from None
+    refuse_foreign(values, source)
+    raise ConfigError(f"{source}: a TOML of no known system; import-config reads {SUPPORTED}")
 
 
 def _text(source: str) -> tuple[str, str]:

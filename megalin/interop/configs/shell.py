@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megalin.interop.configs.shell_words import Scope, Token, tokens
+from megalin.errors import ConfigError
+from megalin.interop.configs.shell_words import Scope, Token, integer, tokens
+from megalin.structured_text import StructureError, structure_errors
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARATIONS = ("export", "local", "declare", "typeset", "readonly")
 _LOOPS = ("for", "while", "until", "select")
+_MAX_SCRIPT = 1 << 20  # characters
 _NUMBERS = {"-eq": "__eq__", "-ne": "__ne__", "-gt": "__gt__", "-lt": "__lt__", "-ge": "__ge__", "-le": "__le__"}
 
 
@@ -36,12 +39,19 @@ def read_script(text: str, variables: Mapping[str, str]) -> Script:
         variables: environment variables by name, and the script's arguments by number.
 
     Raises:
-        ConfigError: a quote or bracket that is never closed.
+        ConfigError: a quote or bracket that is never closed, or a script that is too long, nested too deeply, or whose
+            variables expand too far.
     """
     reader = _Reader(Scope({name: [value] for name, value in {"PWD": ".", **variables}.items()}))
-    for statement in _statements(tokens(text)):
-        reader.execute(statement)
-    return Script(reader.commands, reader.notes)
+    try:
+        if len(text) > _MAX_SCRIPT:
+            raise StructureError(f"more than {_MAX_SCRIPT:,} characters")
+        with structure_errors():
+            for statement in _statements(tokens(text)):
+                reader.execute(statement)
+    except StructureError as error:
+        raise ConfigError(f"the script cannot be read: {error}; give the training command alone") from None
+    return Script(reader.commands, list(reader.notes))
 
 
 def _statements(script: Sequence[Token]) -> Iterator[list[Token]]:
@@ -78,7 +88,7 @@ class _Reader:
         self.scope = scope
         self.frames: list[_Frame] = []
         self.commands: list[list[str]] = []
-        self.notes: list[tuple[int, str]] = []
+        self.notes: dict[tuple[int, str], None] = {}  # in order
 
     def execute(self, statement: list[Token]) -> None:
         while statement:
@@ -125,9 +135,7 @@ class _Reader:
         relevant = any(_ASSIGNMENT.match(token.text) or token.text.startswith("--") for token in statement)
         if undecided and relevant:
             kind = "a loop" if undecided.kind in _LOOPS else "a condition that only a shell can evaluate"
-            note = (undecided.line, f"{kind}: its body is skipped")
-            if note not in self.notes:
-                self.notes.append(note)
+            self.notes[undecided.line, f"{kind}: its body is skipped"] = None
 
     def _case(self, statement: list[Token]) -> list[Token]:
         frame = _Frame("case", statement[0].line, outer=self._active(), active=False)
@@ -164,7 +172,7 @@ class _Reader:
     def _undecided(self, command: Sequence[Token]) -> None:
         if any(_ASSIGNMENT.match(token.text) for token in command):
             text = "a condition that only a shell can evaluate: the command after it is skipped"
-            self.notes.append((command[0].line, text))
+            self.notes[command[0].line, text] = None
 
     def _command(self, command: Sequence[Token], *, condition: bool) -> bool | None:
         words = [token for token in command if not token.operator]
@@ -183,9 +191,12 @@ class _Reader:
             return self._test([token for token in command[rest + 1 :] if token.text not in ("]", "]]")])
         fields = [field for token in words[rest:] for field in self.scope.expand(token)]
         if name in ("source", "."):
-            self.notes.append((words[rest].line, f"{' '.join(fields)} is not read; give its variables with --variable"))
+            text = f"{' '.join(fields)} is not read; give its variables with --variable"
+            self.notes[words[rest].line, text] = None
         elif name == "eval":
-            for statement in _statements(tokens(" ".join(fields[1:]))):
+            text = " ".join(fields[1:])
+            self.scope.charge([text])
+            for statement in _statements(tokens(text)):
                 self.execute(statement)
         elif fields:
             self.commands.append(fields)
@@ -195,15 +206,21 @@ class _Reader:
         match = _ASSIGNMENT.match(token.text)
         assert match is not None, token
         name, append = match[1], bool(match[2])
-        old = self.scope.values.get(name, [])
         if token.array is not None:
             new = [field for word in token.array for field in self.scope.expand(word)]
-            self.scope.values[name] = [*old, *new] if append else new
+            if append:
+                self.scope.values.setdefault(name, []).extend(new)
+            else:
+                self.scope.values[name] = new
             return
+        old = self.scope.values.get(name, [])
         first = token.pieces[0]
         value = token._replace(pieces=(first._replace(text=first.text[match.end() :]), *token.pieces[1:]))
         text = self.scope.text(value)
-        self.scope.values[name] = [*old[:-1], (old[-1] if old else "") + text] if append else [text]
+        if append:
+            text = (old[-1] if old else "") + text
+            self.scope.charge([text])
+        self.scope.values[name] = [*old[:-1], text] if append else [text]
 
     def _test(self, words: Sequence[Token]) -> bool | None:
         """Result of `[ ... ]`; None for conditions on files and the like."""
@@ -212,11 +229,10 @@ class _Reader:
                 if token.operator == connector:
                     sides = [self._test(words[:index]), self._test(words[index + 1 :])]
                     return None if None in sides else decide(sides)
-        texts = [self.scope.text(token, unset=False) for token in words]
-        match texts:
-            case ["!", *_]:
-                result = self._test(words[1:])
-                return None if result is None else not result
+        if words and words[0].text == "!":
+            result = self._test(words[1:])
+            return None if result is None else not result
+        match [self.scope.text(token, unset=False) for token in words]:
             case ["-z", text]:
                 return not text
             case ["-n", text] | [text] if text not in ("-z", "-n"):
@@ -225,6 +241,6 @@ class _Reader:
                 return fnmatch.fnmatchcase(left, right)
             case [left, "!=", right]:
                 return not fnmatch.fnmatchcase(left, right)
-            case [left, name, right] if name in _NUMBERS and left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-                return bool(getattr(int(left), _NUMBERS[name])(int(right)))
+            case [left, name, right] if name in _NUMBERS and None not in (integer(left), integer(right)):
+                return bool(getattr(integer(left), _NUMBERS[name])(integer(right)))
         return None

@@ -5,18 +5,22 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
+from megalin.structured_text import MAX_EXPANDED, StructureError
 
 _OPERATORS = ("&&", "||", ";;", "&>", ">>", "<<<", "<<", ">&", "<&", ";", "|", "&", "(", ")", "<", ">")
 _REDIRECTIONS = ("&>", ">>", "<<<", ">&", "<&", "<", ">")
 _ENDS = " \t\r\n;|&()<>"
 _ESCAPE = re.compile(r'\\[$`"\\]')  # inside double quotes
+_SPECIAL = re.compile(r"[\\$]")  # begins an escape or a variable
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*]")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*])(?:\[([@*]|\d+)\])?(?:(:?[-=?])(.*))?", re.DOTALL)
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_MAX_ARITHMETIC = 1000  # characters of $((...))
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -193,11 +197,23 @@ def tokens(script: str) -> list[Token]:
     return list(_Lexer(script).tokens())
 
 
+def integer(text: str) -> int | None:
+    """The number that a text spells in at most 18 digits; None for another text."""
+    return int(text) if _INTEGER.fullmatch(text) else None
+
+
 class Scope:
     """Variables of a script, each as a list of elements; a plain variable has one element."""
 
     def __init__(self, values: dict[str, list[str]]) -> None:
         self.values = values
+        self._expanded = 0
+
+    def charge(self, texts: Sequence[str]) -> None:
+        """Counts expanded text. Raises StructureError beyond the limit of a script."""
+        self._expanded += sum(map(len, texts)) + len(texts)
+        if self._expanded > MAX_EXPANDED:
+            raise StructureError(f"variables expand to more than {MAX_EXPANDED:,} characters")
 
     def expand(self, word: Token, *, unset: bool = True) -> list[str]:
         """Expands a word into fields.
@@ -247,8 +263,10 @@ class Scope:
                 yield text[place:end]
                 place = end
             else:
-                yield text[place]
-                place += 1
+                special = _SPECIAL.search(text, place + 1)
+                end = special.start() if special else len(text)
+                yield text[place:end]
+                place = end
 
     def _parameter(self, inside: str, *, unset: bool) -> list[str]:
         match = _PARAMETER.fullmatch(inside)
@@ -258,10 +276,15 @@ class Scope:
         value = self.values.get(name)
         if value is not None and not (rule and rule[0] == ":" and not any(value)):
             if index is None and name not in "@*":
-                return value[:1] or [""]
-            return value if index in (None, "@", "*") else value[int(index) : int(index) + 1]
+                value = value[:1] or [""]
+            elif index not in (None, "@", "*"):
+                place = integer(index)
+                value = [""] if place is None else value[place : place + 1] or [""]
+            self.charge(value)
+            return value
         if rule is None or rule[-1] == "?":
             return [f"${{{name}}}"] if unset else [""]
+        self.charge([default])
         words = [field for token in tokens(default) if not token.operator for field in self.expand(token, unset=unset)]
         if rule[-1] == "=":
             self.values[name] = [" ".join(words)]
@@ -270,9 +293,11 @@ class Scope:
     def _arithmetic(self, text: str) -> str:
         """Value of `$((...))`; the text as written if one of its variables is not a number."""
         inside = "".join("".join(chunk) for chunk in self._chunks(text[3:-2], unset=True))
+        if len(inside) > _MAX_ARITHMETIC:
+            return text
         try:
             return str(self._number(ast.parse(inside.replace("/", "//").strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ArithmeticError):
+        except (SyntaxError, ValueError, ArithmeticError, MemoryError):  # MemoryError: brackets too deep
             return text
 
     def _number(self, node: ast.expr) -> int:

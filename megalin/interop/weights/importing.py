@@ -82,7 +82,7 @@ def _write_run(run: RunFolder, folder: Folder, plan: _Plan, settings: Settings) 
     model, title = plan.model.config, plan.layout.title
     tokenizer = _copy_tokenizer(folder.path, run.path, model, settings)
     reason = tokenizer if isinstance(tokenizer, str) else None
-    length = _sequence_length(plan.model, settings)
+    length = _sequence_length(plan.model, plan.layout.complete(settings))
     config = _run_config(model, length, run.path, None if isinstance(tokenizer, str) else tokenizer)
     state = {
         "step": 0,
@@ -102,7 +102,7 @@ def _plan(folder: Folder, settings: Settings) -> _Plan:
     """Reads config.json, builds the model and compares every tensor. Raises CheckpointError and ConfigError."""
     candidates = layouts_of_folder(settings)
     settings.check_fixed(candidates[0].fixed, candidates[0].title)
-    table = candidates[0].to_model(settings)
+    table = candidates[0].to_model(candidates[0].complete(settings))
     num_layers = sum(block["repeat"] for block in table["layers"])
     if num_layers > len(folder.tensors):
         raise CheckpointError(

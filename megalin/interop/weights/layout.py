@@ -79,8 +79,14 @@ class CheckpointLayout(NamedTuple):
     """A block's table in folders of older versions."""
     ignored: tuple[str, ...] = ()
     """Name endings of tensors without learned values."""
+    defaults: Mapping[str, Any] = {}
+    """Values of the class for keys that config.json lacks, where `to_model` has no default or another one."""
     fits: Callable[[ModelConfig], bool] = lambda _: True
     """Whether a model with these sub-layers belongs to this class, where other classes have the same sub-layers."""
+
+    def complete(self, settings: Settings) -> Settings:
+        """config.json with the class's defaults for the keys that it lacks; a null stays."""
+        return Settings({**self.defaults, **settings.values}, settings.source)
 
     @property
     def title(self) -> str:

@@ -64,7 +64,8 @@ def check_expressible(model: ModelConfig, layout: CheckpointLayout) -> None:
     Raises:
         ConfigError: names each field that the class cannot represent, with both values.
     """
-    read_back = parse(ModelConfig, layout.to_model(Settings(layout.to_settings(model), "config.json")), layout.title)
+    settings = layout.complete(Settings(layout.to_settings(model), "config.json"))
+    read_back = parse(ModelConfig, layout.to_model(settings), layout.title)
     ours, theirs = dict(_effective_fields(model, model)), dict(_effective_fields(read_back, model))
     problems = [
         f"{name} = {value!r}: the class has {theirs.get(name)!r}"

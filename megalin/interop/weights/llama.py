@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 from megalin.interop.weights.layout import CheckpointLayout, Link, norm
@@ -20,18 +21,56 @@ _FACTORS = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": 
 
 _ATTENTION_BIAS, _MLP_BIAS = "attention_bias", "mlp_bias"
 """Keys of biases: of all four projections of attention, and of all three of the GLU."""
+_SLIDING_WINDOW, _USE_WINDOW, _FULL_LAYERS = "sliding_window", "use_sliding_window", "max_window_layers"
+_LAYER_TYPES, _FULL, _SLIDING = "layer_types", "full_attention", "sliding_attention"
+
+
+Windows = Callable[[Settings, int], list[int | None]]
+"""(config.json, number of layers) -> `window` of each layer's attention."""
+
+
+def _no_windows(_: Settings, layers: int) -> list[int | None]:
+    return [None] * layers
+
+
+def _one_window(settings: Settings, layers: int) -> list[int | None]:
+    """Windows of Mistral, whose class ignores layer_types; null: none."""
+    return [_window(settings)] * layers
+
+
+def _window(settings: Settings) -> int | None:
+    """Visible tokens, the token itself included, in transformers as here."""
+    return settings.integer(_SLIDING_WINDOW) if settings.has(_SLIDING_WINDOW) else None
+
+
+def _qwen_windows(settings: Settings, layers: int) -> list[int | None]:
+    """Windows of the layers of layer_types, or else from max_window_layers on, if use_sliding_window turns them on."""
+    window = _window(settings) if settings.flag(_USE_WINDOW, False) else None
+    kinds = settings.values.get(_LAYER_TYPES)
+    if kinds is None:
+        first = settings.values.get(_FULL_LAYERS)
+        if type(first) is not int:
+            raise settings.problem(_FULL_LAYERS, "must be an integer")
+        return [window if layer >= first else None for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+        raise settings.problem(_LAYER_TYPES, f"must be a list of {layers} times {_FULL} or {_SLIDING}")
+    if window is None and _SLIDING in kinds:
+        raise settings.problem(_LAYER_TYPES, f"{_SLIDING} needs {_USE_WINDOW} = true and a {_SLIDING_WINDOW}")
+    return [window if kind == _SLIDING else None for kind in kinds]
 
 
 def _to_model(
-    settings: Settings, *, keys: tuple[str, ...], qkv_bias: bool = False, qk_norm: bool = False
+    settings: Settings,
+    *,
+    keys: tuple[str, ...],
+    windows: Windows = _no_windows,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
 ) -> dict[str, Any]:
     """`keys`: those of biases that the class reads; `qkv_bias`: it always has them, on three projections."""
     width, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", max(1, width // heads))
     norms = {"norm": "rmsnorm", "norm_eps": settings.number("rms_norm_eps", 1e-6)}
-    kinds = settings.values.get("layer_types")
-    if kinds is not None and set(kinds) != {"full_attention"}:
-        raise settings.problem("layer_types", "supported: full_attention in every layer")
     attention_bias, mlp_bias = (key in keys and settings.flag(key, False) for key in (_ATTENTION_BIAS, _MLP_BIAS))
     attention = {
         "type": "softmax",
@@ -57,7 +96,10 @@ def _to_model(
         "hidden_size": width,
         "tie_embeddings": settings.flag("tie_word_embeddings", False),
         "init_std": settings.number("initializer_range", 0.02),
-        "layers": [{"sublayers": [attention, glu], "repeat": settings.integer("num_hidden_layers")}],
+        "layers": [
+            {"sublayers": [attention | {"window": window}, glu], "repeat": len(list(same))}
+            for window, same in groupby(windows(settings, settings.integer("num_hidden_layers")))
+        ],
         **norms,
     }
 
@@ -88,6 +130,8 @@ def _scaling(table: Settings) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "llama3"):
         raise table.problem(key, "supported: 'default', 'linear' and 'llama3'")
+    if table.number("partial_rotary_factor", 1.0) != 1.0:
+        raise table.problem("partial_rotary_factor", "supported: 1.0, all channels of a head")
     scaling = {"type": kind, "factor": table.number("factor")}
     if kind == "llama3":
         scaling |= {ours: table.number(theirs) for ours, theirs in _FACTORS.items()}
@@ -95,7 +139,33 @@ def _scaling(table: Settings) -> dict[str, Any] | None:
     return scaling
 
 
-def _to_settings(model: ModelConfig, *, keys: tuple[str, ...]) -> dict[str, Any]:
+def _windows_of(model: ModelConfig) -> list[int | None]:
+    """The window of each layer."""
+    return [block.sublayers[0].widest_window for _, block in model.blocks()]
+
+
+def _mistral_settings(model: ModelConfig) -> dict[str, Any]:
+    return {_SLIDING_WINDOW: _windows_of(model)[0]}
+
+
+def _qwen_settings(model: ModelConfig) -> dict[str, Any]:
+    windows = _windows_of(model)
+    window = max((window for window in windows if window is not None), default=None)
+    kinds = [_FULL if own is None else _SLIDING for own in windows]
+    return {
+        _USE_WINDOW: window is not None,
+        _SLIDING_WINDOW: window,
+        _FULL_LAYERS: kinds.index(_SLIDING) if _SLIDING in kinds else len(kinds),  # read by versions before 4.53
+        _LAYER_TYPES: kinds,
+    }
+
+
+def _to_settings(
+    model: ModelConfig,
+    *,
+    keys: tuple[str, ...],
+    windows: Callable[[ModelConfig], dict[str, Any]] = lambda _: {},
+) -> dict[str, Any]:
     attention, glu = (sublayer.model_dump() for sublayer in model.layers[0].sublayers)
     biases = {_ATTENTION_BIAS: attention["output_bias"], _MLP_BIAS: glu["bias"]}
     return {
@@ -112,6 +182,7 @@ def _to_settings(model: ModelConfig, *, keys: tuple[str, ...]) -> dict[str, Any]
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
         **{key: value for key, value in biases.items() if key in keys},
+        **windows(model),
     }
 
 
@@ -126,18 +197,29 @@ def _rope_settings(scaling: dict[str, Any] | None) -> dict[str, Any]:
     return settings
 
 
-def _variant(name: Literal["llama", "qwen2", "qwen3"]) -> Callable[[ModelConfig], bool]:
-    """Whether the biases and norms of a model's attention are closest to this class."""
+def _variant(name: Literal["llama", "mistral", "qwen2", "qwen3"]) -> Callable[[ModelConfig], bool]:
+    """Whether the biases, norms and windows of a model's attention are closest to this class."""
 
     def fits(model: ModelConfig) -> bool:
         attention = model.layers[0].sublayers[0].model_dump()
         if attention["qk_norm"]:
             return name == "qwen3"
-        return name == ("qwen2" if attention["qkv_bias"] and not attention["output_bias"] else "llama")
+        if attention["qkv_bias"] and not attention["output_bias"]:
+            return name == "qwen2"
+        return name == ("llama" if _windows_of(model) == [None] * model.num_layers else "mistral")
 
     return fits
 
 
+_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+"""Defaults of LlamaConfig in transformers 5.24; those of the other classes are next to them."""
 LLAMA = CheckpointLayout(
     format="transformers",
     architecture="LlamaForCausalLM",
@@ -170,28 +252,44 @@ LLAMA = CheckpointLayout(
     to_model=partial(_to_model, keys=(_ATTENTION_BIAS, _MLP_BIAS)),
     to_settings=partial(_to_settings, keys=(_ATTENTION_BIAS, _MLP_BIAS)),
     ignored=(".rotary_emb.inv_freq",),
+    defaults=_SIZES,
     fits=_variant("llama"),
 )
 MISTRAL = LLAMA._replace(
     architecture="MistralForCausalLM",
     model_type="mistral",
-    fixed={"hidden_act": _SILU, "sliding_window": (None,)},
-    to_model=partial(_to_model, keys=()),
-    to_settings=partial(_to_settings, keys=()),
+    to_model=partial(_to_model, keys=(), windows=_one_window),
+    to_settings=partial(_to_settings, keys=(), windows=_mistral_settings),
+    defaults=_SIZES
+    | {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        _SLIDING_WINDOW: 4096,
+    },
+    fits=_variant("mistral"),
 )
 QWEN2 = LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    fixed={"hidden_act": _SILU, "use_sliding_window": (False,)},
-    to_model=partial(_to_model, keys=(), qkv_bias=True),
-    to_settings=partial(_to_settings, keys=()),
+    to_model=partial(_to_model, keys=(), windows=_qwen_windows, qkv_bias=True),
+    to_settings=partial(_to_settings, keys=(), windows=_qwen_settings),
+    defaults=_SIZES
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        _SLIDING_WINDOW: 4096,
+        _FULL_LAYERS: 28,
+    },
     fits=_variant("qwen2"),
 )
-QWEN3 = LLAMA._replace(
+QWEN3 = QWEN2._replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    fixed={"hidden_act": _SILU, "use_sliding_window": (False,)},
-    to_model=partial(_to_model, keys=(_ATTENTION_BIAS,), qk_norm=True),
-    to_settings=partial(_to_settings, keys=(_ATTENTION_BIAS,)),
+    to_model=partial(_to_model, keys=(_ATTENTION_BIAS,), windows=_qwen_windows, qk_norm=True),
+    to_settings=partial(_to_settings, keys=(_ATTENTION_BIAS,), windows=_qwen_settings),
+    defaults={**QWEN2.defaults, "head_dim": 128},
     fits=_variant("qwen3"),
 )

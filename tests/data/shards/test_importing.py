@@ -193,6 +193,20 @@ BIN, EOD = "train.bin", ["--eod-id", END]
 REFUSED: dict[str, tuple[str, bytes, list[object], int, str]] = {
     "odd": (BIN, words(TOKENS) + b"\0", EOD, 3, "a multiple of 2 bytes, for tokens of uint16; found 19 bytes"),
     "empty": (BIN, b"", EOD, 3, "expected tokens; found none in 0 bytes"),
+    "torch.save": (
+        BIN,
+        b"PK\x03\x04" + bytes(60),
+        ["--one-document"],
+        3,
+        "begins as a zip archive, as torch.save writes",
+    ),
+    "gzip": (
+        BIN,
+        b"\x1f\x8b\x08\x00" + bytes(60),
+        ["--one-document"],
+        3,
+        "begins as a gzip file, not as raw tokens; give",
+    ),
     "no boundaries": (BIN, words(TOKENS), [], 2, "has no index of its documents; give --eod-id or --bos-id"),
     "another end": (BIN, words(TOKENS), ["--eod-id", 3], 3, "the token 3 does not occur; is it the id of"),
     "negative": (BIN, words(TOKENS), ["--eod-id", -1], 2, "--eod-id -1: must be a token id, at least 0"),

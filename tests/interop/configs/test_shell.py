@@ -124,3 +124,42 @@ def test_nothing_of_a_script_is_run(tmp_path):
 def test_incomplete_script_is_refused(script, message):
     with pytest.raises(ConfigError, match=message):
         read_script(script, {})
+
+
+DOUBLED = "A=" + "x" * 20 + "\n" + ("A=" + "$A" * 12 + "\n") * 12 + "python pretrain_gpt.py --save $A\n"
+HOSTILE = {
+    "text that grows twelvefold twelve times": (DOUBLED, "variables expand to more than 4,194,304 characters"),
+    "arrays that grow": ("A=(x)\n" + "A=(${A[@]} ${A[@]} ${A[@]})\n" * 20, "variables expand to more than"),
+    "text that is appended to itself": ("A=x\n" + "A+=$A\n" * 40, "variables expand to more than"),
+    "nested defaults": ("A=" + "${B:-" * 20_000, "variables expand to more than"),
+    "few nested defaults": ("A=" + "${B:-" * 500 + "x" + "}" * 500, "nested more than 100 deep"),
+    "endless eval": ("A='eval $A'\neval $A\n", "nested more than 100 deep"),
+    "eval that doubles": ('A=\'eval "$A; $A"\'\neval "$A"\n', "nested more than 100 deep"),
+    "negations": ("! " * 3000 + "show\n", "nested more than 100 deep"),
+    "negations of a test": ("if [ " + "! " * 3000 + "x ]; then A=1; fi\n", "nested more than 100 deep"),
+    "a long script": ("#" * (1 << 20) + "\n", "more than 1,048,576 characters"),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_scripts_that_grow_without_end_are_refused(name):
+    text, message = HOSTILE[name]
+    with pytest.raises(ConfigError, match=f"the script cannot be read: {message}.*; give the training command alone"):
+        read_script(text, {})
+
+
+def test_numbers_and_arithmetic_beyond_any_size_are_left_as_text():
+    digits = "9" * 5000
+    script = f"""
+    A=(a b); B=$((1{"+1" * 2000})); C=$(({"(" * 90}1{")" * 90})); D=$(({digits}*{digits}))
+    if [ --5 -eq 3 ]; then E=1; fi; if [ ² -lt {digits} ]; then F=1; fi
+    show "${{A[{digits}]}}" "${{#B}}" "$B" $C {digits}
+    """
+    ((show, first, *_, last),) = read_script(script, {}).commands
+    assert (show, first, last) == ("show", "", digits)
+
+
+def test_long_values_and_many_appends_are_read():
+    script = "A=" + "x" * 100_000 + "\n" + "B+=(--flag $A)\n" * 20 + "show ${B[@]}\n" + "while :; do A=1; done\n" * 2000
+    ((_, *words),) = read_script(script, {}).commands
+    assert words == ["--flag", "x" * 100_000] * 20

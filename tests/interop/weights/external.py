@@ -75,7 +75,8 @@ def head(t: Tensors, config: Mapping[str, Any], embedding: str) -> Tensor:
 
 
 def llama(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM."""
+    """transformers' LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
     eps, heads, groups = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
     x = t["model.embed_tokens.weight"][tokens]
     for index in range(config["num_hidden_layers"]):
@@ -88,7 +89,8 @@ def llama(t: Tensors, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
         table = config["rope_parameters"]
         q, k = (rotate(y, table["rope_theta"], table) for y in (q, k))
         k, v = (y.repeat_interleave(heads // groups, dim=1) for y in (k, v))
-        x = x + affine(t, f"{layer}self_attn.o_proj", attend(q, k, v))
+        slides = window is not None and (kinds is None or kinds[index] == "sliding_attention")
+        x = x + affine(t, f"{layer}self_attn.o_proj", attend(q, k, v, window - 1 if slides else None))
         x = x + swiglu(t, f"{layer}mlp.", rms(x, t[f"{layer}post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ head(t, config, "model.embed_tokens.weight")
 

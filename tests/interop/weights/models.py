@@ -75,6 +75,15 @@ GLA = {"type": "recurrence", "num_heads": HEADS, "decay": "vector", "decay_rank"
 RETNET = {"type": "recurrence", "num_heads": HEADS, "decay": "fixed", "positions": "rope", "expand_v": 2.0}
 WIDE = {"residual_dtype": "float32"}
 
+
+def _qwen_windows() -> dict[str, Any]:
+    attention = SOFTMAX | {"qk_norm": True}
+    table = model_table(attention, SWIGLU)
+    (block,) = table["layers"]
+    windowed = [block["sublayers"][0] | {"window": 5}, block["sublayers"][1]]
+    return table | {"layers": [{"sublayers": windowed, "repeat": 2}, block | {"repeat": 1}]}
+
+
 MODELS = {
     "transnormerllm": ExternalModel("opennlplab", "TransnormerForCausalLM", external.transnormerllm, _transnormerllm()),
     "hgrn2": ExternalModel("fla", "HGRN2ForCausalLM", external.hgrn2, model_table(HGRN2, SWIGLU, eps=1e-3)),
@@ -103,6 +112,9 @@ MODELS = {
         external.llama,
         model_table(SOFTMAX | BIASES | {"rope_scaling": LLAMA3}, SWIGLU | {"bias": True}),
     ),
+    "mistral": ExternalModel(
+        "transformers", "MistralForCausalLM", external.llama, model_table(SOFTMAX | {"window": 7}, SWIGLU)
+    ),
     "qwen2": ExternalModel(
         "transformers",
         "Qwen2ForCausalLM",
@@ -115,6 +127,7 @@ MODELS = {
         external.llama,
         model_table(SOFTMAX | {"qk_norm": True, "head_dim": 12}, SWIGLU),
     ),
+    "qwen3-windows": ExternalModel("transformers", "Qwen3ForCausalLM", external.llama, _qwen_windows()),
     "gla-fla": ExternalModel("fla", "GLAForCausalLM", external.gla, model_table(GLA | {"conv_width": 3}, SWIGLU)),
     "retnet-fla": ExternalModel(
         "fla", "RetNetForCausalLM", external.retnet, model_table(RETNET, SWIGLU, tie_embeddings=False)
