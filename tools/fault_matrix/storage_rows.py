@@ -65,9 +65,10 @@ def _file_size_limit(lab: Lab) -> None:
         lab.expect_refusal(outcome, 5, "rank 1", "File too large")
 
 
-@fault("F42", "the disk is full between saves; outputs for people cannot be written")
+@fault("F42", "the disk is full between saves, and for outputs for people")
 def _outputs(lab: Lab) -> None:
     _full_between_saves(lab)
+    _full_output(lab)
     config, run = lab.finished_run()
     (run / "loss.png").unlink()
     (run / "loss.png").mkdir()
@@ -83,6 +84,25 @@ def _outputs(lab: Lab) -> None:
     outcome = lab.train(config)
     lab.expect_success(outcome, "without tensorboard/")
     lab.check("a warning names tensorboard", "tensorboard" in outcome.text, outcome.last_line)
+
+
+def _lose_output() -> None:
+    """Standard output and error are files on a full disk."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(full, number)
+
+
+def _full_output(lab: Lab) -> None:
+    config = lab.config("output")
+    lab.expect_success(lab.train(config, folder="alone", change=_lose_output), "output on a full disk, process")
+    lab.expect_success(lab.start_launch(config, folder="launched", change=_lose_output).wait(seconds=60), "launch")
+    for name in ("alone", "launched"):
+        events = (lab.folder / name / "incidents.jsonl").read_text()
+        lab.check("an event says so", "standard output cannot be written" in events, events[-200:])
+        lab.check("the last step is saved", step_folder(lab.folder / name, STEPS).is_dir())
+    printed = lab.run("config", config, change=_lose_output)
+    lab.check("a command whose result is its output fails", printed.code == 5, f"exit {printed.code}")
 
 
 def _full_between_saves(lab: Lab) -> None:

@@ -18,6 +18,8 @@ class Command(NamedTuple):
         examples: command lines, one a line, for the end of its help.
         adopts_launcher: whether its ranks meet through torch.distributed, whose variables the launcher's then set.
         is_preemptible: whether SIGTERM ends it with exit code 75 before it can save too.
+        prints_result: whether what it prints is its result, so that it fails where standard output cannot be written;
+            else its result is files, and it goes on.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Command(NamedTuple):
     examples: str
     adopts_launcher: bool = True
     is_preemptible: bool = False
+    prints_result: bool = True
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ EXPORT = Command(
     """\
 megalin export hf runs/mine exported
 megalin export hf runs/mine exported --format fla --step 1000""",
+    prints_result=False,
 )
 IMPORT = Command(
     "import",
@@ -40,4 +41,5 @@ IMPORT = Command(
     _import,
     "import_",
     "megalin import hf downloads/llama runs/llama",
+    prints_result=False,
 )

@@ -152,4 +152,5 @@ REPORT = Command(
     """\
 megalin report runs/mine
 megalin report --compare runs/a runs/b --output comparison.html""",
+    prints_result=False,
 )

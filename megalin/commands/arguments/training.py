@@ -93,6 +93,7 @@ megalin quickstart train.steps=1000 --corpus-share 0.5
 
 It writes quickstart-data/ and runs/quickstart/ in the current folder.""",
     adopts_launcher=False,
+    prints_result=False,
 )
 TRAIN = Command(
     "train",
@@ -106,6 +107,7 @@ torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2
 
 Several ranks on one host: megalin launch.""",
     is_preemptible=True,
+    prints_result=False,
 )
 LAUNCH = Command(
     "launch",
@@ -119,6 +121,7 @@ megalin launch --nproc-per-node 8 run.toml --max-restarts 3
 SIGTERM or Ctrl-C: all ranks save and end (exit code 75); a second one ends them at once.
 Over several hosts use torchrun, srun or mpirun.""",
     adopts_launcher=False,
+    prints_result=False,
 )
 SWEEP = Command(
     "sweep",
@@ -126,6 +129,7 @@ SWEEP = Command(
     _sweep,
     "sweep",
     "megalin sweep examples/tasks/mqar_sweep.toml --folder runs/mqar --processes 4 --markdown mqar.md",
+    prints_result=False,
 )
 CONFIG = Command(
     "config",
