@@ -21,7 +21,7 @@ from megalin.terminal_output import (
     describe_lost,
     escaped_output,
     finish_output,
-    open_standard_streams,
+    open_standard_files,
     set_best_effort,
 )
 
@@ -125,7 +125,7 @@ def run() -> None:
     gc.disable()  # the objects of imported modules stay; traversing them takes a fifth of a start
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    open_standard_streams()
+    open_standard_files()
     code = main()
     if sys.stderr is not None:
         with suppress(OSError):

@@ -65,7 +65,7 @@ def _discard(stream: Any) -> None:
         os.close(sink)
 
 
-def open_standard_streams() -> None:
+def open_standard_files() -> None:
     """Opens the null device in place of closed standard input, output and error: else the next file that is opened
     takes their place, and libraries write into it."""
     for number in range(3):

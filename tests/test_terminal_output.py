@@ -16,7 +16,7 @@ from megalin.terminal_output import (
     escaped_output,
     exit_code,
     finish_output,
-    open_standard_streams,
+    open_standard_files,
     terminal,
 )
 
@@ -141,7 +141,7 @@ def test_the_null_device_takes_the_place_of_closed_streams():
     pid = os.fork()
     if pid == 0:
         os.closerange(0, 3)
-        open_standard_streams()
+        open_standard_files()
         os._exit(sum(os.readlink(f"/proc/self/fd/{number}") == os.devnull for number in range(3)))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
