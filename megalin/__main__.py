@@ -13,10 +13,18 @@ from contextlib import nullcontext, suppress
 
 from megalin.commands.arguments.parser import build_parser
 from megalin.commands.early_sigterm import EarlySigterm
-from megalin.errors import MegalinError
+from megalin.errors import MegalinError, StorageError
 from megalin.launch import adopt_launcher
 from megalin.layers.external_mixers import imported_mixers
-from megalin.terminal_output import ClosedOutputError, discard_output, escaped_output, flush_output
+from megalin.terminal_output import (
+    ClosedOutputError,
+    OutputError,
+    describe_lost,
+    escaped_output,
+    finish_output,
+    open_standard_files,
+    set_best_effort,
+)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
@@ -35,19 +43,40 @@ def main(arguments: list[str] | None = None) -> int:
     MegalinError is printed without a traceback; control characters of whatever is printed are escaped."""
     with escaped_output():
         try:
-            code = _command(arguments)
-            flush_output()
-            return code
-        except MegalinError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return error.exit_code
-        except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":  # a terminal interrupts all ranks of a host
-                print(_INTERRUPTED_TEXT, file=sys.stderr)
-            return INTERRUPTED
-        except ClosedOutputError:
-            discard_output()
-            return PIPE_CLOSED
+            return _finished(_exit_code(arguments))
+        except SystemExit as error:  # argparse's, after a help or an error
+            raise SystemExit(_finished(error.code if isinstance(error.code, int) else 0)) from None
+
+
+def _exit_code(arguments: list[str] | None) -> int:
+    """The exit code of a command, whose error is printed."""
+    try:
+        return _command(arguments)
+    except MegalinError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # a terminal interrupts all ranks of a host
+            print(_INTERRUPTED_TEXT, file=sys.stderr)
+        return INTERRUPTED
+    except OutputError as error:
+        return _lost(error)
+
+
+def _finished(code: int) -> int:
+    """Writes the rest of the output; returns the exit code, that of lost output in place of 0."""
+    try:
+        finish_output()
+    except OutputError as error:
+        return code or _lost(error)
+    return code
+
+
+def _lost(error: OutputError) -> int:
+    if isinstance(error, ClosedOutputError):
+        return PIPE_CLOSED
+    print(f"StorageError: {describe_lost(error)}", file=sys.stderr)
+    return StorageError.exit_code
 
 
 def _command(arguments: list[str] | None) -> int:
@@ -64,6 +93,8 @@ def _command(arguments: list[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     elif rest:
         parsed.overrides = [*parsed.overrides, *rest]
+    if not parsed.command.prints_result:
+        set_best_effort()
     with EarlySigterm() if parsed.command.is_preemptible else nullcontext():
         return _run(parsed)
 
@@ -96,10 +127,11 @@ def run() -> None:
     gc.disable()  # the objects of imported modules stay; traversing them takes a fifth of a start
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    open_standard_files()
     code = main()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):  # their reader has ended
-            stream.flush()
+    if sys.stderr is not None:
+        with suppress(OSError):
+            sys.stderr.flush()  # an error that `main` has printed at its end; standard output it has flushed
     os._exit(code)
 
 

@@ -92,7 +92,7 @@ class BackgroundSaver:
         assert self._writing is None, "a save is in flight"
         locks: list[FolderLock] = []
         try:
-            temporary = on_rank_zero(partial(begin, publication.target, locks), Path | None)
+            temporary = on_rank_zero(partial(begin, publication, locks), Path | None)
             if temporary is not None:
                 snapshot = SnapshotWriter(temporary, self._buffer, file_bytes=file_bytes)
                 run_writer(snapshot, tensors, publication)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from megalin.files import FolderInUseError, FolderLock, remove, sync_directory, 
 from megalin.parallel.agreement import Channel, on_rank_zero, rank
 
 _TEMPORARY_PREFIX = ".tmp-"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _log = logging.getLogger(__name__)
 
 
@@ -77,8 +79,9 @@ def prepare(
     )
 
 
-def begin(target: Path, locks: list[FolderLock]) -> Path | None:
+def begin(publication: Publication, locks: list[FolderLock]) -> Path | None:
     """Rank 0: locks the root, removes leftovers of failed saves, makes the temporary directory; None if published."""
+    target = publication.target
     root = target.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -98,6 +101,8 @@ def begin(target: Path, locks: list[FolderLock]) -> Path | None:
     except FolderInUseError as error:
         raise StorageError(f"{root}: {error} is saving there; only one run at a time may write checkpoints") from None
     except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise storage_failure(publication, str(error), free_space(root)) from None
         raise StorageError(
             f"cannot save to {root}: {error}; the checkpoint folder must be writable and on a file system that every "
             "rank shares"

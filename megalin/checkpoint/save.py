@@ -85,7 +85,7 @@ def save_now(publication: Publication, tensors: Mapping[str, Tensor], *, file_by
     """Writes and publishes the checkpoint as `save` does, before it returns."""
     locks: list[FolderLock] = []
     try:
-        temporary = on_rank_zero(partial(begin, publication.target, locks), Path | None)
+        temporary = on_rank_zero(partial(begin, publication, locks), Path | None)
         if temporary is not None:
             publish_files = partial(publish, publication, temporary)
             run_writer(SafetensorsWriter(temporary, publish_files, file_bytes=file_bytes), tensors, publication)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -47,5 +48,6 @@ class EarlySigterm:
     def _leave(self, number: int, frame: FrameType | None) -> None:
         """Ends the process, once, without the interpreter's teardown: other threads may hold any lock."""
         if self._leaving.acquire(blocking=False):
-            os.write(2, b"PreemptedError: SIGTERM while no step ran: run the same command to continue\n")
+            with contextlib.suppress(OSError):  # of a full disk, or without a reader
+                os.write(2, b"PreemptedError: SIGTERM while no step ran: run the same command to continue\n")
             os._exit(PreemptedError.exit_code)

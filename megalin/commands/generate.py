@@ -34,7 +34,7 @@ from megalin.model.build import check_divisions
 from megalin.parallel.agreement import on_rank_zero
 from megalin.parallel.mesh import Mesh, check_world_size
 from megalin.parallel.process_group import compute_device, process_group
-from megalin.terminal_output import closed_output, terminal
+from megalin.terminal_output import output_errors, terminal
 from megalin.train.open_run import selected_steps
 
 STANDARD_INPUT = "-"
@@ -99,7 +99,7 @@ def generate_on_ranks(arguments: argparse.Namespace, sampling: Sampling, mesh: M
             for completion in completions:
                 if file is not None:
                     text = completion_text(run.tokenizer, ids[completion.number], completion.tokens)
-                    with closed_output() if arguments.output is None else storage_errors(arguments.output):
+                    with output_errors() if arguments.output is None else storage_errors(arguments.output):
                         file.write(_formatted(arguments, run, prompts[completion.number], completion, text))
 
 
@@ -166,7 +166,7 @@ def _output(path: Path | None) -> Iterator[BinaryIO | _Terminal]:
         return
     if path is None:
         yield sys.stdout.buffer
-        with closed_output():
+        with output_errors():
             sys.stdout.buffer.flush()
         return
     with open_temporary(path) as file:

@@ -46,7 +46,7 @@ class RankGroup:
         """
         self._files, self._output = files, RankOutput()
         with loopback_listener() as listener:
-            common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.path)}
+            common = store_environment(listener.getsockname()[1]) | {VARIABLE: str(files.heartbeats.path)}
             self._store = ForkedProcess(lambda: _serve(listener))
         self._ranks: list[RankProcess] = []
         for rank in range(world_size):

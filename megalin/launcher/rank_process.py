@@ -159,8 +159,9 @@ def _standard_error(pipe: int, terminal: int | None) -> EscapedOutput:
     there knows of it."""
     record = os.fdopen(pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     if terminal is None:
-        return EscapedOutput(record)
-    return EscapedOutput(_Recorded(os.fdopen(terminal, "w", buffering=1, errors="backslashreplace"), record))
+        return EscapedOutput(record, best_effort=True)
+    shown = os.fdopen(terminal, "w", buffering=1, errors="backslashreplace")
+    return EscapedOutput(_Recorded(shown, record), best_effort=True)
 
 
 def _exit_code(run: Callable[[], int]) -> int:

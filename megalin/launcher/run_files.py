@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 from megalin.errors import StorageError
-from megalin.parallel.heartbeats import HeartbeatFile, create
+from megalin.parallel.heartbeat_copies import write_copy, write_pointer
+from megalin.parallel.heartbeats import HeartbeatFile
 from megalin.train.config_file import CONFIG_NAME
 from megalin.train.jsonl import JsonLines
 
@@ -19,8 +17,8 @@ OUTPUT_NAME = "ranks.log"
 
 
 class RunFiles:
-    """The files of the ranks of one start. They lie in a temporary folder until the run has begun: a refused start
-    leaves a run folder as it was.
+    """The files of the ranks of one start. The heartbeats lie in memory, and nothing is written before the run has
+    begun: a refused start leaves a run folder as it was.
 
     Attributes:
         begun: whether the ranks have begun the run, so that its folder may be written.
@@ -28,30 +26,19 @@ class RunFiles:
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
-        """Creates the file of heartbeats. Raises StorageError."""
+        """Creates the heartbeats. Raises StorageError."""
         self.folder = folder
         self.begun = False
         self._config = folder / CONFIG_NAME
         self._before = _version(self._config)
-        # Within or near the run folder, so that the file can be renamed into it.
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-        try:
-            self._temporary = Path(tempfile.mkdtemp(prefix=".megalin-launch-", dir=parent))
-        except OSError:
-            self._temporary = Path(tempfile.mkdtemp(prefix="megalin-launch-"))
-        self.path = self._temporary / HEARTBEATS_NAME
-        create(self.path, world_size)
-        self.heartbeats = HeartbeatFile.open(self.path)
+        self.heartbeats = HeartbeatFile.create(world_size)
 
     def check_begun(self) -> bool:
         """True once: when rank 0 has written the run's config, after which nothing refuses the run."""
         if self.begun or _version(self._config) == self._before:
             return False
         self.begun = True
-        target = self.folder / HEARTBEATS_NAME
-        with contextlib.suppress(OSError):  # another file system: `close` copies the file
-            os.rename(self.path, target)
-            self.path = target
+        write_pointer(self.heartbeats, self.folder / HEARTBEATS_NAME)
         return True
 
     def record_error(self, step: int, message: str) -> None:
@@ -64,13 +51,13 @@ class RunFiles:
                 events.close()
 
     def close(self, *, keep: bool) -> None:
-        """Removes the temporary folder; with `keep`, the heartbeats of a run that had begun stay in its folder."""
-        with contextlib.suppress(OSError):
-            if keep and self.begun and self.path.parent == self._temporary:
-                shutil.copyfile(self.path, self.folder / HEARTBEATS_NAME)
-            elif self.begun and not keep:
-                self.path.unlink()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        """Ends the heartbeats; with `keep`, a copy of those of a run that had begun stays in its folder."""
+        if self.begun and keep:
+            write_copy(self.heartbeats, self.folder / HEARTBEATS_NAME)
+        elif self.begun:
+            with contextlib.suppress(OSError):
+                (self.folder / HEARTBEATS_NAME).unlink()
+        self.heartbeats.close()
 
 
 def _version(path: Path) -> tuple[int, int] | None:

@@ -1,16 +1,16 @@
-"""Heartbeats of a host's ranks: each rank's phase, step and last launched ops, in one file that all of them map.
+"""Heartbeats of a host's ranks: each rank's phase, step and last launched ops, in memory that all of them map.
 
 The file holds a header, and for each rank a slot of 64 bytes, a note of the error with which it leaves, and a ring of
 the last ops that it launched, which other processes read while the rank runs, hangs, or after it died. A rank writes
 its own, without a lock: a reader may see a slot or an op half written, and decides nothing from one reading.
 
 A process is one rank and has one heartbeat, as it has one default process group: `current()`. It lies in the process's
-own memory until it moves to a file.
+own memory until it moves to the shared one.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import mmap
 import os
 import stat
@@ -40,6 +40,7 @@ _PHASES: tuple[Phase, ...] = get_args(Phase)
 _STATES: tuple[State, ...] = get_args(State)
 _WAITING, _COMPUTING, _BLOCKED = (_STATES.index(state) for state in ("waiting", "computing", "blocked"))
 _MAGIC = b"MEGALIN1"
+_NAME = "megalin-heartbeats-"
 _HEADER = struct.Struct("<8sII")
 _SLOT = struct.Struct("<qqqqdBBBxi")  # start of the process, pid, step, sequence, seconds, phase, state, verdict, rank
 _SLOT_CHANGES, _CHANGES_PLACE = struct.Struct("<qqdBB"), 16
@@ -239,20 +240,58 @@ class Heartbeat:
 
 
 class HeartbeatFile:
-    """The mapped file of all ranks. Use `create` once, then `HeartbeatFile.open` in every process."""
+    """The mapped file of all ranks: `HeartbeatFile.create` in one process, then `HeartbeatFile.open` in the others.
 
-    def __init__(self, path: Path, mapped: mmap.mmap, world_size: int) -> None:
-        self.path, self.world_size, self.mapped = path, world_size, mapped
+    The file lies in memory, its pages are reserved when it is created, and it keeps its size: a process that writes to
+    a mapped page dies of SIGBUS where a disk or memory that is full by then cannot hold it, or where the file has
+    become shorter.
+
+    Attributes:
+        path: of the file in /proc, which is there until `close` or the end of the process that created it.
+        name: in memory, which no other file of this host has.
+        mapped: the content.
+    """
+
+    def __init__(self, path: Path, name: str, mapped: mmap.mmap, world_size: int, descriptor: int | None) -> None:
+        self.path, self.name, self.world_size, self.mapped = path, name, world_size, mapped
+        self._descriptor = descriptor
 
     @classmethod
-    def open(cls, path: str | Path) -> HeartbeatFile:
-        """Maps the file.
+    def create(cls, world_size: int, ranks: Sequence[int] | None = None) -> HeartbeatFile:
+        """Creates the file of `world_size` ranks, of which `ranks` write into it; None: all.
+
+        Raises:
+            StorageError: there is no memory for it.
+        """
+        name, size = f"{_NAME}{os.urandom(8).hex()}", _file_bytes(world_size)
+        parts = [(0, _head_bytes(world_size))]
+        parts += [(_ring_place(world_size, rank), _RING_BYTES) for rank in ranks or range(world_size)]
+        try:
+            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(descriptor, size)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                for place, length in parts:
+                    os.posix_fallocate(descriptor, place, length)
+                os.pwrite(descriptor, _HEADER.pack(_MAGIC, world_size, CAPACITY), 0)
+                mapped = mmap.mmap(descriptor, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            kib = sum(length for _, length in parts) >> 10
+            raise StorageError(f"cannot reserve {kib} KiB of memory for heartbeats: {error}; free memory") from None
+        return cls(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), name, mapped, world_size, descriptor)
+
+    @classmethod
+    def open(cls, path: str | Path, *, writable: bool = True) -> HeartbeatFile:
+        """Maps a file that another process has created, or reads a copy of one.
 
         Raises:
             StorageError: it cannot be opened, or is not a file of heartbeats.
         """
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise StorageError(f"cannot open the heartbeats {path}: {error}; start the run again") from None
         try:
@@ -261,9 +300,16 @@ class HeartbeatFile:
             magic, world_size, capacity = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0)
             if magic != _MAGIC or capacity != CAPACITY or about.st_size != _file_bytes(world_size):
                 raise StorageError(f"{path} is not a heartbeat file of this version; remove it and start the run again")
-            return cls(Path(path), mmap.mmap(descriptor, about.st_size), world_size)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            return cls(Path(path), "", mmap.mmap(descriptor, about.st_size, access=access), world_size, None)
         finally:
             os.close(descriptor)
+
+    def close(self) -> None:
+        """Removes the path of a file that this process has created; what is mapped stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def slots(self) -> list[RankSlot]:
         """The slots of all ranks."""
@@ -276,6 +322,13 @@ class HeartbeatFile:
             state_name: State = _STATES[state] if state < len(_STATES) else "absent"
             found.append(RankSlot(rank, pid, phase_name, step, sequence, seconds, state_name, started, *verdict))
         return found
+
+    def written(self) -> list[tuple[int, bytes]]:
+        """Place and content of the header with all slots and notes, and of the rings of the ranks that have opened the
+        file."""
+        parts = [(0, _head_bytes(self.world_size))]
+        parts += [(self.places(slot.rank)[2], _RING_BYTES) for slot in self.slots() if slot.pid]
+        return [(place, self.mapped[place : place + length]) for place, length in parts]
 
     def ring(self, rank: int) -> list[LaunchedOp]:
         """The last launches of a rank, the oldest first."""
@@ -290,28 +343,7 @@ class HeartbeatFile:
         """Places of a rank's slot, note and ring in the mapped memory."""
         assert 0 <= rank < self.world_size, (rank, self.world_size)
         notes = _SLOT_BYTES * (1 + self.world_size)
-        rings = _file_bytes(self.world_size) - self.world_size * _RING_BYTES
-        return _SLOT_BYTES * (1 + rank), notes + _NOTE_BYTES * rank, rings + _RING_BYTES * rank
-
-
-def create(path: str | Path, world_size: int) -> None:
-    """Creates the file of `world_size` ranks, in place of an older one, which stays as it is for processes that have
-    mapped it.
-
-    Raises:
-        StorageError: it cannot be created.
-    """
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(descriptor, _file_bytes(world_size))
-            os.pwrite(descriptor, _HEADER.pack(_MAGIC, world_size, CAPACITY), 0)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StorageError(f"cannot create the heartbeats {path}: {error}; free space or fix the permissions") from None
+        return _SLOT_BYTES * (1 + rank), notes + _NOTE_BYTES * rank, _ring_place(self.world_size, rank)
 
 
 def start_ticks(pid: int) -> int:
@@ -345,9 +377,18 @@ def _pack_tail(op: str, axis: str, phase: int, shape: Sequence[int]) -> bytes:
     return _OP_TAIL.pack(about, op.encode()[:35], axis.encode()[:12], *sizes, *[0] * (_MOST_DIMS - len(sizes)))
 
 
-def _file_bytes(world_size: int) -> int:
+def _head_bytes(world_size: int) -> int:
+    """Bytes of the header, the slots and the notes, in whole pages."""
     head = _SLOT_BYTES * (1 + world_size) + _NOTE_BYTES * world_size
-    return head + -head % mmap.PAGESIZE + world_size * _RING_BYTES
+    return head + -head % mmap.PAGESIZE
+
+
+def _ring_place(world_size: int, rank: int) -> int:
+    return _head_bytes(world_size) + rank * _RING_BYTES
+
+
+def _file_bytes(world_size: int) -> int:
+    return _ring_place(world_size, world_size)
 
 
 _current = Heartbeat()

@@ -41,7 +41,8 @@ class RankViews:
         self._idle[rank] = self._idle.get(rank, 0.0) + gap if same else 0.0
         self.seen[rank] = slot
         process = process_state(slot.pid, slot.started) if slot.started else ProcessState("running")
-        named = decided or self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead"
+        # Without a process nothing was launched; the rings of other hosts' ranks lie in no memory yet.
+        named = slot.pid and (decided or self._idle[rank] > 2 * POLL_SECONDS or process.state == "dead")
         last = self._file.ring(rank)[-1:] if named else []
         note = self._file.note(rank) if slot.state in ("failed", "blocked") else ""
         waited = time.monotonic() - slot.seconds

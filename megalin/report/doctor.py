@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from megalin.errors import StorageError
 from megalin.files import LockOwner, read_owner
-from megalin.parallel.heartbeats import HeartbeatFile, RankSlot, start_ticks
+from megalin.parallel.heartbeat_copies import read_heartbeats
+from megalin.parallel.heartbeats import RankSlot, start_ticks
 from megalin.report.page import status
 from megalin.report.reading import Incident, RunRecord, read_run
 
@@ -153,7 +154,7 @@ def _is_alive(owner: LockOwner) -> bool:
 
 def _slots(folder: Path) -> list[RankSlot]:
     try:
-        return HeartbeatFile.open(folder / "heartbeats").slots()
+        return read_heartbeats(folder / "heartbeats").slots()
     except StorageError:
         return []
 

@@ -129,8 +129,8 @@ def run_entries(config: RunConfig, validation: Dataset[Any] | None, mesh: Mesh) 
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """sha256, in hex, of vocabulary, special tokens, normalizer and end of document: that of files which differ in their
-    form alone is equal."""
+    """sha256, in hex, of vocabulary, special tokens, normalizer and end of document: equal for files that differ in
+    form alone."""
     content = tokenizer.definition if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer.digest
     return hashlib.sha256(json.dumps([content, tokenizer.eod_id]).encode()).hexdigest()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalin.checkpoint import storage
+from megalin.checkpoint import publishing, storage
 from megalin.checkpoint.load import load, newest
 from megalin.checkpoint.manifest import file_problems, read_manifest
 from megalin.checkpoint.save import save
@@ -192,6 +193,17 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="must be writable and on a file system that every rank shares"):
         write(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_a_full_disk_without_room_for_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(publishing, "FolderLock", full)
+    with pytest.raises(
+        StorageError, match=r"No space left.*needs about [\d,]+ bytes and [\d,]+ bytes are free.*free space"
+    ):
+        write(tmp_path, 1)
 
 
 def test_bugs_and_interrupts_are_not_storage_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

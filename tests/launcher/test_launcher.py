@@ -22,6 +22,7 @@ from megalin.launcher.output import RankOutput
 from megalin.launcher.rank_process import Ending, ForkedProcess
 from megalin.launcher.signals import RecordedSignals
 from megalin.parallel.diagnosis import StallLimits
+from megalin.parallel.heartbeat_copies import read_heartbeats
 from megalin.parallel.heartbeats import VARIABLE, Heartbeat, HeartbeatFile
 from megalin.parallel.process_group import process_group
 
@@ -114,7 +115,7 @@ def test_a_rank_that_a_signal_ends_is_named_with_its_step(tmp_path, number):
         _launch(run, folder)
     assert raised.value.exit_code == 6
     assert '"message": "RankFailedError: rank 1 was killed' in (folder / "incidents.jsonl").read_text()
-    assert HeartbeatFile.open(folder / "heartbeats").slots()[1].step == 7
+    assert read_heartbeats(folder / "heartbeats").slots()[1].step == 7
 
 
 def test_a_rank_that_leaves_with_0_is_named(tmp_path):

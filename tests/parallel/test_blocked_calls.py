@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.pipelining.schedules import _wait_batch_p2p
 
 from megalin.parallel.blocked_calls import blocked_call
-from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, create
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
 from megalin.parallel.rank_views import RankViews
 from tests.ranks import run_ranks
 
@@ -91,9 +91,8 @@ def test_a_thread_that_computes_is_in_no_collective():
     assert blocked_call(-1) == ""
 
 
-def test_a_rank_is_blocked_until_its_next_change(tmp_path):
-    create(tmp_path / "heartbeats", 1)
-    file, heartbeat = HeartbeatFile.open(tmp_path / "heartbeats"), Heartbeat()
+def test_a_rank_is_blocked_until_its_next_change():
+    file, heartbeat = HeartbeatFile.create(1), Heartbeat()
     heartbeat.move_to(file, 0)
     views = RankViews(file)
     views.read()

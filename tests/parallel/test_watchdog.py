@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megalin.parallel.diagnosis import RankView, StallLimits, diagnose
-from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, LaunchedOp, RankSlot, create, current
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, LaunchedOp, RankSlot, current
 from megalin.parallel.process_state import ProcessState
 from megalin.parallel.watchdog import Watchdog, WatchdogReport
 from tests.ranks import fork_context
@@ -138,8 +138,7 @@ def test_launches_are_compared_within_a_pipeline_stage(launches, steps, named):
 
 
 def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
-    create(tmp_path / "heartbeats", 1)
-    file, report = HeartbeatFile.open(tmp_path / "heartbeats"), WatchdogReport(print, print)
+    file, report = HeartbeatFile.create(1), WatchdogReport(print, print)
     watchdog = Watchdog(file, Heartbeat(), 0, LIMITS, tmp_path, report)
     medians = [watchdog.median_step_seconds]
     for seconds in (40.0, 1.0, 2.0, 3.0):
@@ -148,7 +147,7 @@ def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
     assert medians == [0.0, 40.0, 1.0, 1.5, 2.0]
 
 
-def _rank(folder: Path, rank: int, fault: str, start: Any) -> None:
+def _rank(path: Path, folder: Path, rank: int, fault: str, start: Any) -> None:
     """A rank of a step in which rank 1 is stopped, killed or stuck. Its standard error is a file; that of rank 3, where
     rank 1 is stopped, is a pipe that nobody reads."""
     reader, writer = os.pipe()
@@ -156,7 +155,7 @@ def _rank(folder: Path, rank: int, fault: str, start: Any) -> None:
     if (fault, rank) != ("SIGSTOP", 3):
         writer = os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(writer, 2)
-    file, heartbeat = HeartbeatFile.open(folder / "heartbeats"), current()
+    file, heartbeat = HeartbeatFile.open(path), current()
     heartbeat.move_to(file, rank)
     heartbeat.step = 4
     report = WatchdogReport(print, lambda verdict: (folder / "reported").write_text(f"{rank}: {verdict.message}"))
@@ -182,9 +181,12 @@ def _rank(folder: Path, rank: int, fault: str, start: Any) -> None:
 @pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL"])
 def test_watchdogs_end_all_processes(tmp_path, fault):
     count, context = 3 if fault == "C call" else 4, fork_context()
-    create(tmp_path / "heartbeats", count)
+    file = HeartbeatFile.create(count)
     start = context.Barrier(count + 1, timeout=60.0)
-    ranks = [context.Process(target=_rank, args=(tmp_path, rank, fault, start), daemon=True) for rank in range(count)]
+    ranks = [
+        context.Process(target=_rank, args=(file.path, tmp_path, rank, fault, start), daemon=True)
+        for rank in range(count)
+    ]
     for rank in ranks:
         rank.start()
     start.wait()
@@ -213,4 +215,4 @@ def test_watchdogs_end_all_processes(tmp_path, fault):
         assert "in _rank" in (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
     if fault == "C call":
         assert "in _rank" in (tmp_path / "stacks" / "rank-1.txt").read_text()
-    assert HeartbeatFile.open(tmp_path / "heartbeats").note(2) == texts[2].strip().partition("Error: ")[2]
+    assert file.note(2) == texts[2].strip().partition("Error: ")[2]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megalin.__main__ import main
-from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile, create
+from megalin.parallel.heartbeat_copies import write_pointer
+from megalin.parallel.heartbeats import Heartbeat, HeartbeatFile
 from megalin.report.doctor import examine, lines
 
 
@@ -149,8 +150,8 @@ def test_a_loss_that_rises_and_a_gradient_that_explodes(run):
 
 
 def test_the_ranks_are_listed_with_the_longest_silence_first(run):
-    create(run.folder / "heartbeats", 2)
-    file = HeartbeatFile.open(run.folder / "heartbeats")
+    file = HeartbeatFile.create(2)
+    write_pointer(file, run.folder / "heartbeats")
     for rank, phase in ((1, "save"), (0, "step")):
         heartbeat = Heartbeat()
         heartbeat.move_to(file, rank)

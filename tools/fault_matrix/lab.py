@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,14 +102,29 @@ class Lab:
         arguments = ["train", str(config), *overrides, "--folder", str(self.folder / folder)]
         return start_ranks(arguments, self.folder, **options)
 
-    def start_launch(self, config: Path, *overrides: str, ranks: int = 2, **options: Any) -> Running:
+    def start_launch(
+        self, config: Path, *overrides: str, ranks: int = 2, folder: str = "run", **options: Any
+    ) -> Running:
         """Starts `megalin launch` with some ranks; the change is that of the launcher and of all of them."""
-        arguments = ["launch", "--nproc-per-node", str(ranks), config, *overrides, "--folder", self.folder / "run"]
+        arguments = ["launch", "--nproc-per-node", str(ranks), config, *overrides, "--folder", self.folder / folder]
         return self.start(*arguments, **options)
 
     def train_on_ranks(self, config: Path, *overrides: str, seconds: float = _SECONDS, **options: Any) -> list[Outcome]:
         """Trains on two gloo ranks to the end."""
         return [running.wait(seconds=seconds) for running in self.start_ranks(config, *overrides, **options)]
+
+    @contextmanager
+    def small_disk(self, name: str = "disk") -> Iterator[Path]:
+        """A folder of 2 MiB: a file system of its own, where this process may mount one, else as large as its disk."""
+        folder = self.folder / name
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+        mounted = shutil.which("mount") and subprocess.run(command, capture_output=True, check=False).returncode == 0
+        try:
+            yield folder
+        finally:
+            if mounted:
+                subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
     def finished_run(self, folder: str = "run") -> tuple[Path, Path]:
         """A config and the folder of its run of six steps, copied from one that all injections share."""

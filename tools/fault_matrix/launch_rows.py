@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from fault_matrix import changes
@@ -58,16 +59,16 @@ class Strike(NamedTuple):
         )
         change = partial(changes.slow_phases, 1.0)
         running = lab.start_launch(config, *overrides, ranks=self.world_size, change=change)
-        struck = running.wait_until(lambda: self._is_there(lab), seconds=60)
+        struck = running.wait_until(lambda: self._is_there(running.pid), seconds=60)
         lab.check(f"rank {self.rank} of {self.world_size} in {self.phase}", struck, running.text[-200:])
         os.kill(running.children[1 + self.rank], number)
         return running
 
-    def _is_there(self, lab: Lab) -> bool:
-        # At the start the file lies near the run folder.
-        for path in (*lab.folder.glob(".megalin-launch-*/heartbeats"), lab.folder / "run" / "heartbeats"):
-            with contextlib.suppress(StorageError):
-                return HeartbeatFile.open(path).slots()[self.rank].phase == self.phase
+    def _is_there(self, launcher: int) -> bool:
+        for path in Path(f"/proc/{launcher}/fd").iterdir():
+            with contextlib.suppress(OSError, StorageError):
+                if "megalin-heartbeats" in os.readlink(path):
+                    return HeartbeatFile.open(path, writable=False).slots()[self.rank].phase == self.phase
         return False
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from fault_matrix import changes
 from fault_matrix.lab import STEPS, Lab, step_folder
@@ -13,15 +16,44 @@ from fault_matrix.processes import become, limit
 from fault_matrix.table import fault
 
 _NOBODY = 65534
+_FULL_SAVE = partial(changes.fail_writes_of_steps, 4, 4)
+"""A full disk where this process may mount none."""
+
+
+def _fill_disk(first: int, folder: str, last: int = 0) -> None:
+    """No byte is left on the disk of `folder` from before step `first` until before step `last`, or for good. An empty
+    `folder`: this process can write no files in these steps."""
+    ballast = Path(folder) / "ballast"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(_: Any) -> None:
+        if not folder:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+            return
+        with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def empty(_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if folder:
+            ballast.unlink(missing_ok=True)
+
+    changes.at_step(first, fill)
+    if last:
+        changes.at_step(last, empty)
 
 
 @fault("F40", "the disk is full in a save")
 def _disk_full(lab: Lab) -> None:
-    config, run = lab.config(), lab.folder / "run"
-    outcome = lab.train(config, change=partial(changes.fail_writes_of_steps, 4, 4))
-    lab.check("the checkpoint before stays", step_folder(run, 2).is_dir(), outcome.last_line)
-    lab.expect_refusal(outcome, 5, "step-00000004|checkpoints", "No space left", "needs about", "free")
-    lab.expect_success(lab.train(config), "resumed")
+    with lab.small_disk() as disk:
+        config, run = lab.config(), disk / "run"
+        fill = partial(_fill_disk, 4, str(disk)) if os.path.ismount(disk) else _FULL_SAVE
+        outcome = lab.train(config, folder=f"{disk.name}/run", change=fill)
+        lab.check("the checkpoint before stays", step_folder(run, 2).is_dir(), outcome.last_line)
+        lab.expect_refusal(outcome, 5, "step-00000004|checkpoints", "No space left", "needs about", "free")
+        (disk / "ballast").unlink(missing_ok=True)
+        lab.expect_success(lab.train(config, folder=f"{disk.name}/run"), "resumed")
 
 
 @fault("F41", "a rank reaches its file size limit in a save")
@@ -33,8 +65,10 @@ def _file_size_limit(lab: Lab) -> None:
         lab.expect_refusal(outcome, 5, "rank 1", "File too large")
 
 
-@fault("F42", "outputs for people cannot be written")
+@fault("F42", "the disk is full between saves, and for outputs for people")
 def _outputs(lab: Lab) -> None:
+    _full_between_saves(lab)
+    _full_output(lab)
     config, run = lab.finished_run()
     (run / "loss.png").unlink()
     (run / "loss.png").mkdir()
@@ -50,6 +84,49 @@ def _outputs(lab: Lab) -> None:
     outcome = lab.train(config)
     lab.expect_success(outcome, "without tensorboard/")
     lab.check("a warning names tensorboard", "tensorboard" in outcome.text, outcome.last_line)
+
+
+def _lose_output() -> None:
+    """Standard output and error are files on a full disk."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(full, number)
+
+
+def _full_output(lab: Lab) -> None:
+    config = lab.config("output")
+    lab.expect_success(lab.train(config, folder="alone", change=_lose_output), "output on a full disk, process")
+    lab.expect_success(lab.start_launch(config, folder="launched", change=_lose_output).wait(seconds=60), "launch")
+    for name in ("alone", "launched"):
+        events = (lab.folder / name / "incidents.jsonl").read_text()
+        lab.check("an event says so", "standard output cannot be written" in events, events[-200:])
+        lab.check("the last step is saved", step_folder(lab.folder / name, STEPS).is_dir())
+    printed = lab.run("config", config, change=_lose_output)
+    lab.check("a command whose result is its output fails", printed.code == 5, f"exit {printed.code}")
+
+
+def _full_between_saves(lab: Lab) -> None:
+    """The run goes on in one process, under the launcher and on ranks of another launcher, and saves its last step."""
+    steps = 40  # more lines than fit into the last block of a file
+    config = lab.config("full", train={"steps": steps}, checkpoint={"every_steps": steps})
+    for launcher in ("process", "launch", "ranks"):
+        with lab.small_disk(launcher) as disk:
+            mounted = os.path.ismount(disk)
+            fill = partial(_fill_disk, 2, str(disk) if mounted else "", steps - 1)
+            folder = f"{launcher}/run"
+            if launcher == "launch":
+                outcomes = [lab.start_launch(config, folder=folder, change=fill).wait(seconds=60)]
+            elif launcher == "ranks":
+                outcomes = lab.train_on_ranks(config, folder=folder, change_of={0: fill, 1: fill})
+            else:
+                outcomes = [lab.train(config, folder=folder, change=fill)]
+            for outcome in outcomes:
+                lab.expect_success(outcome, f"full disk between saves, {launcher}")
+            text = outcomes[0].text
+            lab.check(
+                "a warning names the metrics", not mounted or "metrics.jsonl cannot be written" in text, text[-200:]
+            )
+            lab.check("the last step is saved", step_folder(disk / "run", steps).is_dir())
 
 
 def _owned_by_nobody(lab: Lab) -> None:

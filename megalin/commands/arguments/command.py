@@ -19,6 +19,8 @@ class Command(NamedTuple):
         adopts_launcher: whether its ranks meet through torch.distributed, whose variables the launcher's then set.
         is_preemptible: whether SIGTERM ends it with exit code 75 before it can save too.
         takes_mixers: whether it reads models, whose mixers of other packages --mixers lets it import.
+        prints_result: whether what it prints is its result, so that it fails where standard output cannot be written;
+            else its result is files, and it goes on.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Command(NamedTuple):
     adopts_launcher: bool = True
     is_preemptible: bool = False
     takes_mixers: bool = False
+    prints_result: bool = True
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

@@ -134,6 +134,7 @@ TRAIN_TOKENIZER = Command(
     "data.train_tokenizer",
     "megalin data train-tokenizer --input 'corpus/*.jsonl.zst' --vocab-size 32000 --output tokenizer.json",
     adopts_launcher=False,
+    prints_result=False,
 )
 PREPROCESS = Command(
     "preprocess",
@@ -146,6 +147,7 @@ megalin data preprocess --input 'corpus/*.jsonl.zst' --output-prefix data/corpus
 mpirun -n 64 megalin data preprocess --input @files.txt --output-prefix data/corpus \\
     --tokenizer-model tokenizer.json --append-eod""",
     adopts_launcher=False,  # its ranks meet through MPI
+    prints_result=False,
 )
 CLEAN = Command(
     "clean",
@@ -154,6 +156,7 @@ CLEAN = Command(
     "data.clean",
     "megalin data clean --input 'raw/*.jsonl' --output-prefix clean/corpus --languages en --workers 8",
     adopts_launcher=False,
+    prints_result=False,
 )
 DEDUPLICATE = Command(
     "deduplicate",
@@ -162,6 +165,7 @@ DEDUPLICATE = Command(
     "data.deduplicate",
     "megalin data deduplicate --input 'clean/*.jsonl' --output-prefix unique/corpus --workers 8",
     adopts_launcher=False,
+    prints_result=False,
 )
 SCORE = Command(
     "score",
@@ -173,4 +177,5 @@ megalin data score runs/mine --input 'unique/*.jsonl' --output-prefix good/corpu
 torchrun --nproc-per-node 8 -m megalin data score runs/mine --input 'unique/*.jsonl' \\
     --output-prefix good/corpus --max-perplexity 40""",
     takes_mixers=True,
+    prints_result=False,
 )

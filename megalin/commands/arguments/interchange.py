@@ -34,6 +34,7 @@ EXPORT = Command(
 megalin export hf runs/mine exported
 megalin export hf runs/mine exported --format fla --step 1000""",
     takes_mixers=True,
+    prints_result=False,
 )
 IMPORT = Command(
     "import",
@@ -41,4 +42,5 @@ IMPORT = Command(
     _import,
     "import_",
     "megalin import hf downloads/llama runs/llama",
+    prints_result=False,
 )

@@ -153,6 +153,7 @@ megalin ladder examples/scaling_laws/tiny.toml --dry-run
 megalin ladder examples/scaling_laws/tiny.toml --processes 2
 megalin ladder examples/scaling_laws/ladder.toml --mixer TNL --gpu-hours 0.5
 megalin ladder examples/scaling_laws/ladder.toml --status""",
+    prints_result=False,
 )
 FIT = Command(
     "fit",

@@ -164,4 +164,5 @@ REPORT = Command(
 megalin report runs/mine
 megalin report --compare runs/a runs/b --output comparison.html""",
     takes_mixers=True,
+    prints_result=False,
 )

@@ -95,6 +95,7 @@ megalin quickstart train.steps=1000 --corpus-share 0.5
 
 It writes quickstart-data/ and runs/quickstart/ in the current folder.""",
     adopts_launcher=False,
+    prints_result=False,
 )
 TRAIN = Command(
     "train",
@@ -109,6 +110,7 @@ torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2
 Several ranks on one host: megalin launch.""",
     is_preemptible=True,
     takes_mixers=True,
+    prints_result=False,
 )
 LAUNCH = Command(
     "launch",
@@ -123,6 +125,7 @@ SIGTERM or Ctrl-C: all ranks save and end (exit code 75); a second one ends them
 Over several hosts use torchrun, srun or mpirun.""",
     adopts_launcher=False,
     takes_mixers=True,
+    prints_result=False,
 )
 SWEEP = Command(
     "sweep",
@@ -131,6 +134,7 @@ SWEEP = Command(
     "sweep",
     "megalin sweep examples/tasks/mqar_sweep.toml --folder runs/mqar --processes 4 --markdown mqar.md",
     takes_mixers=True,
+    prints_result=False,
 )
 CONFIG = Command(
     "config",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -151,9 +152,12 @@ def _convert(plan: _Plan, folder: Folder, path: Path) -> Mapping[str, Tensor]:
 
 
 def _mapped(file: Path, shape: torch.Size) -> Tensor:
-    tensor = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
-    file.unlink()
-    return tensor
+    try:
+        with file.open("xb") as reserved:  # a page without a block ends the process by SIGBUS where the disk is full
+            os.posix_fallocate(reserved.fileno(), 0, max(1, 4 * shape.numel()))
+        return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _sequence_length(model: LanguageModel, settings: Settings) -> int:

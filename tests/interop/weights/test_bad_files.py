@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalin.checkpoint.save import save
 from megalin.checkpoint.tensors import weights
@@ -116,6 +118,21 @@ def test_an_empty_folder_may_be_filled(run: Path, tmp_path: Path):
     assert (tmp_path / "there/config.json").exists()
 
 
+def test_the_pages_of_imported_tensors_are_reserved(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A write to a mapped page for which a full disk has no block ends the process by SIGBUS."""
+    reserved, mapped = [], importing.torch.from_file
+
+    def from_file(path: str, **options: Any) -> Tensor:
+        reserved.append((os.stat(path).st_blocks * 512, 4 * options["size"]))
+        return mapped(path, **options)
+
+    monkeypatch.setattr(importing.torch, "from_file", from_file)
+    import_hf(sharded, tmp_path / "back")
+    assert reserved
+    assert all(blocks >= size for blocks, size in reserved)
+    assert not list((tmp_path / "back").glob(".import"))
+
+
 def test_places_that_cannot_be_written(run: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write"):
@@ -124,7 +141,7 @@ def test_places_that_cannot_be_written(run: Path, sharded: Path, tmp_path: Path,
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(importing.torch, "from_file", full)
+    monkeypatch.setattr(importing.os, "posix_fallocate", full)
     with pytest.raises(StorageError, match="no space left on device; free space or fix the permissions"):
         import_hf(sharded, tmp_path / "back")
     assert not (tmp_path / "back").exists(), "a failed import leaves nothing"
