@@ -39,12 +39,18 @@ def _is_saved(path: Path) -> bool:
 
 def own_mixers(path: str | Path, values: Mapping[str, Any]) -> list[str]:
     """Mixers of other packages that the user's config names: the user's own words, which may be imported. A run
-    folder's own config, which may be a downloaded one, is none of the user's: empty.
+    folder's own config, which may be a downloaded one, is none of the user's: empty for it, and for files based on it.
 
     Args:
-        values: of the file `path`, as `resolve` returns them, or of its table `model`.
+        path: the file of `values`; any other text if there is none.
+        values: as `resolve` returns them, or of the table `model`.
     """
-    return [] if _is_saved(Path(path)) else list(external_types(values))
+    names, file = list(external_types(values)), Path(path)
+    while names and file.is_file():
+        if _is_saved(file):
+            return []
+        file = file.parent / read_toml(file).get("base", "")
+    return names
 
 
 def resolve(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

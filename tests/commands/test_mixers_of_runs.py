@@ -34,6 +34,7 @@ READ_CONFIGS = {
     "fit": "fit RUN",
     "reproduce": "reproduce transnormerllm 1 --runs RUN",
     "config": "config RUN/config.toml",
+    "base": "config BASED",
     "params": "params RUN/config.toml",
     "plan": "plan RUN/config.toml --gpus 1",
     "verify": "verify RUN/config.toml",
@@ -73,9 +74,18 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def command(text: str, run: Path, other: Path, user: Path, folder: Path) -> list[str]:
+    (folder / "middle.toml").write_text(f'base = "{run}/config.toml"\n')
+    (folder / "based.toml").write_text('base = "middle.toml"\n[train]\nseed = 3\n')
     (folder / "text.jsonl").write_text('{"text": "abc"}\n')
-    places = {"RUN": run, "OTHER": other, "USER": user, "OUT": folder / "out", "TEXT": folder / "text.jsonl"}
-    for name, path in places.items():
+    places = {
+        "RUN": run,
+        "OTHER": other,
+        "BASED": folder / "based.toml",
+        "USER": user,
+        "OUT": folder / "out",
+        "TEXT": folder / "text.jsonl",
+    }
+    for name, path in (places | {"BASED": folder / "based.toml"}).items():
         text = text.replace(name, str(path))
     return text.split()
 
