@@ -169,7 +169,7 @@ class ImportedConfig:
         """The config as a TOML file, with the report as comments at the top."""
         head = [f"From {self.source}.", "", *self.report()]
         comments = "\n".join(f"# {line}".rstrip() for line in head[:-1])
-        return f"{comments}\n\n{tomli_w.dumps(self.values)}"
+        return f"{comments}\n\n{tomli_w.dumps(_without_nulls(self.values))}"
 
 
 def variable_hint(text: str) -> str:
@@ -181,6 +181,13 @@ def variable_hint(text: str) -> str:
     return (
         f"give --variable {name}=VALUE, or write the value" if name else "only a shell can evaluate it; write the value"
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys that are None, which an override with null leaves and TOML does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
