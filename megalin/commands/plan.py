@@ -18,6 +18,7 @@ from megalin.commands.base import model_from
 from megalin.commands.progress import progress_bars
 from megalin.config import read_toml
 from megalin.errors import ConfigError
+from megalin.evaluation.in_loop import check_run
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.config import ParallelConfig
@@ -67,11 +68,13 @@ def _workload_and_mesh(arguments: argparse.Namespace) -> tuple[Workload, Paralle
     Length and batch are those of the command line, else of the run's config, else the defaults.
 
     Raises:
-        ConfigError: the config is invalid, or its model is an encoder.
+        ConfigError: the config is invalid or refused at training, or its model is an encoder.
     """
     name, length, batch = arguments.model, arguments.length, arguments.global_batch_size
     is_run = name.endswith(".toml") and "train" in read_toml(name)
     run = load_run_config(name, arguments.overrides) if is_run else None
+    if run is not None:
+        check_run(run.model_copy(update={"parallel": ParallelConfig()}))  # the search chooses the mesh
     model = model_from(name, arguments.overrides) if run is None else run.model
     if not isinstance(model, ModelConfig):
         raise ConfigError(f'{name}: model.kind = "encoder", but only decoders can be planned; give a decoder')

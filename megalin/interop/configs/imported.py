@@ -12,7 +12,7 @@ from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.presets import expand_preset
 from megalin.train.config import RunConfig
-from megalin.train.launch_checks import EVALUATION_KEYS, check_model
+from megalin.train.launch_checks import EVALUATION_KEYS, check_launch
 
 Verdict = Literal["fill in", "differs", "not available", "no effect", "unknown"]
 """fill in: missing in the config. differs: the config has a substitute. not available: megalin lacks the feature.
@@ -120,10 +120,11 @@ class ImportedConfig:
             config = parse(RunConfig, values, _SOURCE)
             if not config.data.has("validation"):
                 self._drop_evaluations()
-            check_model(config.model, config.parallel, config.data.sequence_length)
+            check_launch(config, None)
         except ConfigError as error:
             lines = str(error).splitlines()
-            for line in lines[1:] if lines[0].startswith(f"{_SOURCE}:") else lines:
+            has_title = lines[0].startswith(f"{_SOURCE}:") or lines[0].endswith(" problems")
+            for line in lines[1:] if has_title else lines:
                 key, _, problem = line.strip().partition(": ")
                 known = self._hints.get(key.split(" = ")[0])
                 self.note("fill in", key, f"{problem} ({known})" if known else problem)
