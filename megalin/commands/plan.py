@@ -197,7 +197,8 @@ def _layout_json(estimate: Estimate) -> dict[str, Any]:
 
 def _print(arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: Plan) -> None:
     _print_inputs(arguments, workload, hardware, memory, f" of {workload.length} tokens")
-    print(f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits:\n" if plan.best else "")
+    head = f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits, within 2 % the simplest:\n"
+    print(head if plan.best else "")
     for number, estimate in enumerate(plan.best, 1):
         _print_estimate(number, estimate)
     if not plan.best:

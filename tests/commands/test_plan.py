@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -143,8 +144,8 @@ def test_meshes_are_printed_fastest_first_and_another_gpu_by_its_figures(capsys)
 
     h200, slow = seconds(), seconds("--gpu-tflops", "5", "--bandwidth", "900")
     assert len(h200) > 1
-    assert h200 == sorted(h200)
-    assert slow == sorted(slow)
+    for found in (h200, slow):  # rounded, and a simpler one may come first
+        assert all(time <= 1.03 * later for time, later in itertools.pairwise(found))
     assert slow[0] > 2 * h200[0]
 
 
