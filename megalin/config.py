@@ -45,6 +45,16 @@ class Config(pydantic.BaseModel):
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), defer_build=True
     )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, values: Any) -> Any:
+        """Leaves out optional keys with None: a field with a default that may be None is None by default, as TOML has
+        no null."""
+        if not isinstance(values, Mapping):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {key: value for key, value in values.items() if value is not None or key not in optional}
+
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 _MOST_PROBLEMS = 50
@@ -133,7 +143,9 @@ def dumps(config: Config) -> str:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Returns `values` with each `dotted.key=value` applied; a value that is not TOML is a string.
 
-    A list element is addressed by its index (`model.layers.0.repeat=3`).
+    A list element is addressed by its index (`model.layers.0.repeat=3`). The value `null` takes the key out of its
+    table, so that its default holds; a key that is not there becomes None, which `parse` refuses if it is unknown.
+    The text is `"null"`.
 
     Raises:
         ConfigError: an override has no `=`, an empty key, or a path through something that is not a table.
@@ -150,6 +162,8 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 
 def _read_value(text: str) -> Any:
+    if text.strip() == "null":
+        return None
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
@@ -167,8 +181,13 @@ def _assign(table: Any, path: list[str], value: Any, override: str) -> None:
             index = part
         else:
             raise ConfigError(f"override {override!r}: {'.'.join(path[:depth])} is a value, not a table")
-        if last:
+        if last and value is None and isinstance(table, dict) and index in table:
+            del table[index]
+        elif last:
             table[index] = value
+        elif value is None and isinstance(table, dict) and index not in table:
+            table[index] = None
+            return
         elif isinstance(table, dict):
             table = table.setdefault(index, {})
         else:

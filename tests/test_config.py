@@ -2,16 +2,18 @@
 
 import os
 import tomllib
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import pydantic
 import pytest
 
 from megalin.config import Config, apply_overrides, dumps, parse, read_toml
 from megalin.errors import ConfigError
-from megalin.layers.config import mixer_types
+from megalin.layers.config import config_class, mixer_types
 from megalin.model.config import ModelConfig, parse_model
-from megalin.model.presets import load_preset, preset_names
+from megalin.model.presets import load_preset, preset_names, preset_table
+from megalin.train.config import RunConfig
 from tests.cases import CASES, HYBRID, NAMES
 
 
@@ -33,6 +35,10 @@ class Run(Config):
     """Peak."""
     name: str | None = None
     """Name."""
+
+
+def config_classes(cls: type[Config]) -> set[type[Config]]:
+    return {cls}.union(*(config_classes(each) for each in cls.__subclasses__()))
 
 
 def values(**changes: Any) -> dict[str, Any]:
@@ -196,6 +202,46 @@ def test_an_override_sets_a_value(override: str, place: list[Any], expected: Any
         result = result[part]
     assert result == expected
     assert original == values()
+
+
+@pytest.mark.parametrize(
+    "override", ["learning_rate=null", "schedule.warmup_steps= null", "schedule=null", "name=null"]
+)
+@pytest.mark.parametrize("given", [{}, {"learning_rate": 0.5, "schedule": {"warmup_steps": 3}, "name": "null"}])
+def test_null_takes_a_key_back_to_its_default(override: str, given: dict[str, Any]):
+    path = override.partition("=")[0].split(".")
+    changed: Any = parse(Run, apply_overrides(values(**given), [override]), "run.toml")
+    default: Any = parse(Run, values(), "run.toml")
+    for part in path:
+        changed, default = getattr(changed, part), getattr(default, part)
+    assert changed == default
+
+
+def test_null_takes_a_key_of_a_block_and_of_a_preset_back():
+    table = {"model": preset_table("rodimus-125m")}
+    norm = apply_overrides(table, ["model.norm_eps=null", "model.layers.0.sublayers.0.norm_eps=null"])["model"]
+    assert "norm_eps" in table["model"]
+    assert parse_model(norm, "x").norm_eps == ModelConfig.model_fields["norm_eps"].default
+
+
+def test_null_spares_no_typing_error_and_is_a_text_in_quotes():
+    assert "learning_rat: unknown key; did you mean 'learning_rate'" in message(with_override("learning_rat=null"))
+    assert "scedule: unknown key; did you mean 'schedule'" in message(with_override("scedule.warmup_steps=null"))
+    assert "model.vocab_size: required, but missing" in message(with_override("model.vocab_size=null"))
+    assert "model.layers.0 = None: " in message(with_override("model.layers.0=null"))
+    assert parse(Run, with_override('name="null"'), "run.toml").name == "null"
+
+
+def test_fields_that_may_be_none_are_none_by_default():
+    """Else None would be lost in TOML, which has no null: the run folder's config would be another one."""
+    classes = {config_class(name) for name in mixer_types()} | config_classes(RunConfig) | config_classes(Config)
+    for cls in classes:
+        optional = {name: field for name, field in cls.model_fields.items() if not field.is_required()}
+        values = {
+            name: field.get_default(call_default_factory=True, validated_data={}) for name, field in optional.items()
+        }
+        bad = [name for name, x in values.items() if x is not None and NoneType in get_args(optional[name].annotation)]
+        assert bad == [], cls
 
 
 def test_later_overrides_win():

@@ -25,9 +25,11 @@ Written by `python tools/config_reference.py > docs/configuration.md`, from the 
 keeps it up to date.
 
 A run is a TOML file. Any key can be overridden on the command line as `table.key=value`, the value in TOML's spelling;
-an element of a list goes by its index: `model.layers.0.repeat=3`. Unknown keys and values out of range are errors, all
-reported at once. `megalin config FILE [key=value ...]` prints the config with every default written out; the run folder
-keeps the same as `config.toml`.
+an element of a list goes by its index: `model.layers.0.repeat=3`. The value `null` takes a key back to its default, as
+if neither the file nor its base or preset had it: `data.validation=null` (the text is `"null"`). Unknown keys and
+values out of range are errors, all reported at once. `megalin config FILE [key=value ...]` checks all that `train`
+refuses before its first step without reading data, and prints the config with every default written out; the run
+folder keeps the same as `config.toml`.
 
 Two keys at the top of a file, before its tables, serve families of configs:
 

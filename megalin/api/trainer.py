@@ -11,7 +11,7 @@ import torch
 
 from megalin.api.arguments import RunSource, read_run
 from megalin.errors import ConfigError
-from megalin.evaluation.in_loop import LoopTaskRunner
+from megalin.evaluation.in_loop import LoopTaskRunner, check_run
 from megalin.launch import adopt_launcher, launched
 from megalin.parallel.agreement import distributed
 from megalin.parallel.mesh import check_device
@@ -19,7 +19,6 @@ from megalin.parallel.process_group import compute_device, process_group
 from megalin.planner.check import DeviceType, check_memory
 from megalin.train.config import RunConfig
 from megalin.train.hardware import device_memory_bytes
-from megalin.train.launch_checks import check_launch
 from megalin.train.loop import TrainResult, train
 from megalin.train.update_hooks import UpdateHook
 from megalin.train.watched import collective_timeout
@@ -74,7 +73,7 @@ class Trainer:
                 "torch.distributed.destroy_process_group() before"
             )
         world_size, device = adopt_launcher().world_size, compute_device()
-        check_launch(self.config, world_size)
+        check_run(self.config, world_size)
         check_device(self.config.parallel, device.type)
         if memory_check:
             _check_memory(self.config, world_size, device, hooks)

@@ -18,5 +18,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print(json.dumps(config_schema(), indent=1))
     else:
-        print(dumps(load_run_config(arguments.config, arguments.overrides)), end="")
+        # Imported here, since they need torch and the schema does not.
+        from megalin.evaluation.in_loop import check_run
+
+        config = load_run_config(arguments.config, arguments.overrides)
+        check_run(config)
+        print(dumps(config), end="")
     return 0

@@ -27,13 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     with RecordedSignals() as signals:
         # Loaded once for all ranks; imported here, so that a signal meanwhile is recorded.
         from megalin.commands import train
+        from megalin.evaluation.in_loop import check_run
         from megalin.launcher.launcher import launch
         from megalin.parallel.diagnosis import StallLimits
         from megalin.train.config import load_run_config
-        from megalin.train.launch_checks import check_launch
 
         config = load_run_config(arguments.config, arguments.overrides)
-        check_launch(config, world_size)
+        check_run(config, world_size)
         return launch(
             lambda: train.run(arguments),
             world_size,

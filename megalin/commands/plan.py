@@ -18,6 +18,7 @@ from megalin.commands.base import model_from
 from megalin.commands.progress import progress_bars
 from megalin.config import read_toml
 from megalin.errors import ConfigError
+from megalin.evaluation.in_loop import check_run
 from megalin.model.config import ModelConfig
 from megalin.model.language_model import LanguageModel
 from megalin.parallel.config import ParallelConfig
@@ -67,11 +68,13 @@ def _workload_and_mesh(arguments: argparse.Namespace) -> tuple[Workload, Paralle
     Length and batch are those of the command line, else of the run's config, else the defaults.
 
     Raises:
-        ConfigError: the config is invalid, or its model is an encoder.
+        ConfigError: the config is invalid or refused at training, or its model is an encoder.
     """
     name, length, batch = arguments.model, arguments.length, arguments.global_batch_size
     is_run = name.endswith(".toml") and "train" in read_toml(name)
     run = load_run_config(name, arguments.overrides) if is_run else None
+    if run is not None:
+        check_run(run.model_copy(update={"parallel": ParallelConfig()}))  # the search chooses the mesh
     model = model_from(name, arguments.overrides) if run is None else run.model
     if not isinstance(model, ModelConfig):
         raise ConfigError(f'{name}: model.kind = "encoder", but only decoders can be planned; give a decoder')
@@ -194,7 +197,8 @@ def _layout_json(estimate: Estimate) -> dict[str, Any]:
 
 def _print(arguments: argparse.Namespace, workload: Workload, hardware: Hardware, memory: int, plan: Plan) -> None:
     _print_inputs(arguments, workload, hardware, memory, f" of {workload.length} tokens")
-    print(f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits:\n" if plan.best else "")
+    head = f"{plan.num_layouts} layouts were tried; the fastest of each mesh that fits, within 2 % the simplest:\n"
+    print(head if plan.best else "")
     for number, estimate in enumerate(plan.best, 1):
         _print_estimate(number, estimate)
     if not plan.best:

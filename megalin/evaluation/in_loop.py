@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from megalin.errors import ConfigError, MegalinError
-from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite
-from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, sequence_suite
+from megalin.evaluation.choices.suite import ChoiceOptions, ChoiceSuite, check_choices
+from megalin.evaluation.generated.sequences import SEQUENCE_SUITES, check_sequences, select_sequences, sequence_suite
 from megalin.evaluation.positions import PositionSuite
 from megalin.evaluation.suite import Suite
 from megalin.evaluation.suites import OTHER_SUITES, TASK_SUITES
@@ -15,6 +16,19 @@ from megalin.model.encoder import Encoder
 from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig
+from megalin.train.launch_checks import launch_checks, raise_together
+from megalin.train.tasks import raise_task_problems
+
+
+def check_run(config: RunConfig, world_size: int | None = None) -> None:
+    """Checks all that `megalin train` refuses before its first step without a look at data: the run's config, its tasks
+    and, if their number is given, its ranks.
+
+    Raises:
+        ConfigError: with all problems, as `check_launch`, and for tasks that cannot run whatever their data are.
+    """
+    tasks = partial(_for_each_suite, config, _check_suite)
+    raise_together([*launch_checks(config, world_size), lambda: raise_task_problems(config, tasks())])
 
 
 class LoopTaskRunner:
@@ -26,21 +40,8 @@ class LoopTaskRunner:
 
     def describe_problems(self, config: RunConfig) -> list[str]:
         """Reads and encodes `evaluation.tasks`; the reasons why that fails, or nothing."""
-        evaluation, problems = config.evaluation, []
         self._suites = []
-        by_suite: dict[str, list[str]] = {}
-        for name in evaluation.tasks:
-            try:
-                suite, pattern = (name, "*") if name in OTHER_SUITES else split_name(name, TASK_SUITES)
-                by_suite.setdefault(suite or "choices", []).append(pattern)
-            except MegalinError as error:
-                problems.append(str(error))
-        for suite, patterns in by_suite.items():
-            try:
-                self._suites.append(_suite(suite, config, patterns))
-            except MegalinError as error:
-                problems.append(str(error))
-        return problems
+        return _for_each_suite(config, lambda *suite: self._suites.append(_suite(*suite)))
 
     def run(self, model: TrainedModel, mesh: Mesh, *, step: int) -> dict[str, float]:
         """Results by TASK/METRIC, the task without its limit, and positions/SPLIT/METRIC; a collective."""
@@ -55,6 +56,35 @@ class LoopTaskRunner:
                     task = f"{suite.name}/{task}"
                 results |= {f"{task}/{metric}": found.value for metric, found in metrics.items()}
         return results
+
+
+def _for_each_suite(config: RunConfig, use: Callable[[str, RunConfig, Sequence[str]], None]) -> list[str]:
+    """Calls `use` with each suite of `evaluation.tasks`, the config and the suite's patterns of tasks; its errors, and
+    those of names of no suite."""
+    problems = []
+    by_suite: dict[str, list[str]] = {}
+    for name in config.evaluation.tasks:
+        try:
+            suite, pattern = (name, "*") if name in OTHER_SUITES else split_name(name, TASK_SUITES)
+            by_suite.setdefault(suite or "choices", []).append(pattern)
+        except MegalinError as error:
+            problems.append(str(error))
+    for suite, patterns in by_suite.items():
+        try:
+            use(suite, config, patterns)
+        except MegalinError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _check_suite(name: str, config: RunConfig, patterns: Sequence[str]) -> None:
+    """Raises MegalinError for a suite that cannot run, whatever its data are."""
+    if name == "choices":
+        check_choices(config)
+    elif name in SEQUENCE_SUITES:
+        check_sequences(name, config, select_sequences(name, config, patterns), limit=config.evaluation.limit)
+    else:
+        _suite(name, config, patterns)
 
 
 def _suite(name: str, config: RunConfig, patterns: Sequence[str]) -> Suite:

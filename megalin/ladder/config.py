@@ -144,7 +144,7 @@ class Ladder(NamedTuple):
                     f"{self.path}: {key} = {given} in the config of {mixer}, but a ladder sets it for "
                     "each run; remove it"
                 )
-        schedule = _table(values, "schedule").get("type", "wsd")
+        schedule = _table(values, "schedule").get("type") or "wsd"
         if schedule != "wsd":
             raise ConfigError(
                 f'{self.path}: schedule.type = "{schedule}" in the config of {mixer}, but branches need a '

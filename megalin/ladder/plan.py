@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megalin.config import parse
 from megalin.errors import ConfigError
+from megalin.evaluation.in_loop import check_run
 from megalin.ladder.config import Ladder
 from megalin.ladder.shapes import Shape, find_shape
 from megalin.model.config import ModelConfig
@@ -17,7 +18,6 @@ from megalin.planner.hardware import Hardware
 from megalin.planner.workload import layout_of, workload_of
 from megalin.train.config import RunConfig
 from megalin.train.config_file import own_mixers
-from megalin.train.launch_checks import check_launch
 
 SEARCH = "search"
 """Folder of the runs that search the rates."""
@@ -120,7 +120,7 @@ def make_rungs(ladder: Ladder) -> list[Rung]:
             rungs.append(rung)
     for rung in rungs:
         for run in rung.runs:
-            check_launch(run_config(ladder, rung, run, Path(), factor=1.0), 1)
+            check_run(run_config(ladder, rung, run, Path(), factor=1.0), 1)
     return rungs
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
@@ -18,6 +19,9 @@ MIN_TOKENS_PER_RANK = 1024
 """Least tokens of a sequence per rank under context parallelism; with fewer, communication dominates."""
 RESERVED_FRACTION = 0.08
 """Fraction of a GPU's memory left to CUDA's context, NCCL's buffers and the allocator's gaps; chosen, not measured."""
+SIMPLER_WITHIN = 0.02
+"""Fraction of the step time that a simpler layout may take longer and still be preferred: below what the estimate can
+tell apart."""
 EAGER_EXCESS = 1.25
 """Ratio of eager estimate to memory up to which a layout of a compiled workload still gets a refined estimate."""
 
@@ -37,7 +41,7 @@ class Plan(NamedTuple):
     """Result of a search."""
 
     best: list[Estimate]
-    """The fastest layout of each mesh, fastest first."""
+    """The fastest layout of each mesh, or a simpler one that is hardly slower, in the order of `by_preference`."""
     refusals: list[InfeasibleLayout]
     num_layouts: int
     """Number of layouts estimated or rejected for their memory."""
@@ -61,10 +65,10 @@ def usable_bytes(memory_bytes: int) -> int:
 
 
 def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
-    """Finds the fastest layouts that fit, one per mesh (tp, cp, pp), at most `count`.
+    """Finds the fastest layouts that fit, one per mesh (tp, cp, pp), at most `count`, in the order of `by_preference`.
 
-    A first pass estimates all layouts from eager traces of one and two samples, which is quick. A second refines the
-    fastest that may fit, so that every returned layout fits by a refined estimate.
+    A first pass estimates all layouts from eager traces of one and two samples, which is quick. A second refines those
+    that may fit, in that order, so that every returned layout fits by a refined estimate.
     """
     refusals: list[InfeasibleLayout] = []
     near: list[Estimate] = []
@@ -82,27 +86,55 @@ def search(estimator: Estimator, limits: Limits, *, count: int) -> Plan:
         else:
             near.append(rough)
     best: list[Estimate] = []
-    for rough in sorted(near, key=_order):
-        meshes = {_mesh(estimate.layout.parallel) for estimate in best}
-        if len(best) == count or _mesh(rough.layout.parallel) in meshes:
-            if rough.memory.total > limits.memory_bytes:
-                refusals.append(not_fitting(rough, limits))
-            continue
+    left = sorted(near, key=_step_seconds)
+    while left and len(best) < count:
+        rough = _preferred(left)
         close = estimator.estimate(rough.layout, refined=True)
         if close.memory.total > limits.memory_bytes:
             refusals.append(not_fitting(close, limits))
+            left.remove(rough)
         else:
             best.append(close)
-    return Plan(sorted(best, key=lambda estimate: (estimate.time.total, *_order(estimate))), refusals, tried)
+            passed = [each for each in left if _mesh(each) == _mesh(rough) and each is not rough]
+            refusals += _refused_by_estimate(passed, limits)
+            left = [each for each in left if _mesh(each) != _mesh(rough)]
+    refusals += _refused_by_estimate(left, limits)
+    return Plan(by_preference(best), refusals, tried)
 
 
-def _order(estimate: Estimate) -> tuple[float, int, int]:
-    """Sort key: faster first (two digits), then fewer ranks per replica, then less memory."""
+def by_preference(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The estimates, fastest first; of those within SIMPLER_WITHIN of the fastest one left, the simplest comes next."""
+    left, ordered = sorted(estimates, key=_step_seconds), []
+    while left:
+        ordered.append(_preferred(left))
+        left.remove(ordered[-1])
+    return ordered
+
+
+def _preferred(fastest_first: Sequence[Estimate]) -> Estimate:
+    """The simplest of those within SIMPLER_WITHIN of the first: with the fewest axes besides the data axis, the fewest
+    ranks a replica, no recomputation, the lowest ZeRO stage; then the fastest, then that with the least memory."""
+
+    def key(estimate: Estimate) -> tuple[float, ...]:
+        layout, axes = estimate.layout, _mesh(estimate)
+        features = (sum(size > 1 for size in axes), math.prod(axes), layout.recompute, layout.zero)
+        return *features, estimate.time.total, estimate.memory.total
+
+    limit = fastest_first[0].time.total * (1 + SIMPLER_WITHIN)
+    return min(itertools.takewhile(lambda estimate: estimate.time.total <= limit, fastest_first), key=key)
+
+
+def _step_seconds(estimate: Estimate) -> float:
+    return estimate.time.total
+
+
+def _refused_by_estimate(estimates: Iterable[Estimate], limits: Limits) -> Iterator[InfeasibleLayout]:
+    """The refusals of those whose rough estimate does not fit."""
+    return (not_fitting(each, limits) for each in estimates if each.memory.total > limits.memory_bytes)
+
+
+def _mesh(estimate: Estimate) -> tuple[int, int, int]:
     parallel = estimate.layout.parallel
-    return float(f"{estimate.time.total:.2g}"), parallel.tp * parallel.cp * parallel.pp, estimate.memory.total
-
-
-def _mesh(parallel: ParallelConfig) -> tuple[int, int, int]:
     return parallel.tp, parallel.cp, parallel.pp
 
 

@@ -135,7 +135,7 @@ def step_time(
     matmuls -= (work.float8_passes + again) * work.float8_flops / matrix * (1 - 1 / FLOAT8_SPEEDUP)
     kernels = traffic.moved_bytes * (1 + again / 3) / memory
     device = matmuls + kernels + traffic.waited
-    host = max(0.0, HOST_SECONDS * work.num_blocks - device)
+    host = max(0.0, HOST_SECONDS * work.num_blocks * (1 + again / 3) - device)  # a third of the launches: the forward
     data_bytes, gathers = _data_bytes(parameters, layout, itemsize)
     hidden = (device + host) * (count if layout.zero >= 2 else 1)
     data_span = parallel.tp * layout.dp * parallel.cp

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
+from megalin.evaluation.in_loop import check_run
 from megalin.layers.external_mixers import external_types
 from megalin.sweep.config import SEARCH, Sweep, parse_sweep
 from megalin.sweep.progress import Status
@@ -129,15 +130,15 @@ def expected_seconds(sweep: Sweep, cell: Cell, results: Mapping[str, Result]) ->
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Reads the sweep's file and the config of each of its runs.
+    """Reads the sweep's file and the config of each of its runs, and checks each as `megalin train` in one process.
 
     Raises:
-        ConfigError: naming the problems of the file, or of the first run whose config is invalid.
+        ConfigError: naming the problems of the file, or of the first run that `train` would refuse.
     """
     sweep = parse_sweep(path)
     for cell in all_cells(sweep):
         try:
-            load_run_config(sweep.run_config, cell.overrides)
+            check_run(load_run_config(sweep.run_config, cell.overrides), 1)
         except ConfigError as error:
             raise ConfigError(f"run {cell.name} of {path}: {error}") from None
     return sweep

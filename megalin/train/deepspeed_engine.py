@@ -116,13 +116,12 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, hooks: Sequence[UpdateHook] = ()) -> None:
-        """Raises ConfigError for settings that DeepSpeed rejects, and for a model that it cannot train on this mesh."""
+        """Raises ConfigError for settings that DeepSpeed rejects. The config has passed `check_launch`."""
         self._mesh = mesh
         self.timer = StepTimer(mesh.device)
         self.settings = deepspeed_settings(config, dist.get_world_size())
         self._stage: int = self.settings["zero_optimization"]["stage"]
         self.model = _materialised(config, mesh)
-        _check_model(self.model, mesh, self._stage)
         self._layout = LocalLayout(mesh, localize(self.model))
         self._parameters = dict(self.model.named_parameters())
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
@@ -336,16 +335,6 @@ def _update_device(settings: Mapping[str, Any], device: torch.device) -> torch.d
     """Device of the weights and moments during an update."""
     offload = settings["zero_optimization"].get("offload_optimizer") or {}
     return torch.device("cpu") if offload.get("device") == "cpu" else device
-
-
-def _check_model(model: Model, mesh: Mesh, stage: int) -> None:
-    """Rejects mixers that derive values from whole weights where only a shard of them, or nothing, is present."""
-    if any(mixer.norm_tracked_weights() for mixer in model.mixers()) and (mesh.tp.size > 1 or stage == 3):
-        raise ConfigError(
-            f'train.engine = "deepspeed" with parallel.tp = {mesh.tp.size} and ZeRO stage {stage}: after each step a '
-            "mixer of this model reads whole weights, which are in one place only with tp = 1 and stages 0 to 2; use "
-            'these, or engine = "fsdp2"'
-        )
 
 
 def _initialize(model: Model, optimizer: torch.optim.Optimizer, settings: dict[str, Any], mesh: Mesh) -> Any:

@@ -10,8 +10,9 @@ from megalin.train.deepspeed_config import Owned, resolve_deepspeed
 from megalin.train.precision import LossScaleConfig
 
 
-def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
+def deepspeed_settings(config: RunConfig, world_size: int | None) -> dict[str, Any]:
     """DeepSpeed's JSON settings on `world_size` ranks: `train.deepspeed_config` merged with the rest of the config.
+    None: without the accumulation, the one key that depends on the ranks.
 
     DeepSpeed multiplies micro-batches by the ranks of the data axis: with context parallelism, whose ranks share
     samples, its train_batch_size is parallel.cp times train.global_batch_size.
@@ -20,8 +21,6 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         ConfigError: every key of the file that contradicts the config or that no run may set.
     """
     train, optimizer, parallel = config.train, config.optimizer, config.parallel
-    samples = world_size // (parallel.tp * parallel.cp)
-    accumulation = train.global_batch_size // (train.micro_batch_size * samples)
     clip = "is left out" if optimizer.max_grad_norm is None else f"= {optimizer.max_grad_norm}"
     owned = [
         Owned("train_batch_size", f"train.global_batch_size = {train.global_batch_size}", train.global_batch_size),
@@ -30,12 +29,7 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
             f"train.micro_batch_size = {train.micro_batch_size}",
             train.micro_batch_size,
         ),
-        Owned(
-            "gradient_accumulation_steps",
-            f"train.global_batch_size = {train.global_batch_size} over {samples} groups of ranks that read different "
-            f"samples, {train.micro_batch_size} at a time, takes {accumulation}",
-            accumulation,
-        ),
+        *([] if world_size is None else [_accumulation(config, world_size)]),
         Owned("gradient_clipping", f"optimizer.max_grad_norm {clip}", optimizer.max_grad_norm or 0.0),
         Owned("bf16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "bfloat16"),
         Owned("fp16.enabled", f'train.dtype = "{train.dtype}"', train.dtype == "float16"),
@@ -54,6 +48,16 @@ def deepspeed_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     if train.dtype == "float16":  # of the first step; the engine sets it before each one
         settings["fp16"] = {"enabled": True, "loss_scale": (train.loss_scale or LossScaleConfig()).initial}
     return settings | {"train_batch_size": train.global_batch_size * parallel.cp}
+
+
+def _accumulation(config: RunConfig, world_size: int) -> Owned:
+    train, samples = config.train, world_size // (config.parallel.tp * config.parallel.cp)
+    accumulation = train.global_batch_size // (train.micro_batch_size * samples)
+    name = (
+        f"train.global_batch_size = {train.global_batch_size} over {samples} groups of ranks that read different "
+        f"samples, {train.micro_batch_size} at a time, takes {accumulation}"
+    )
+    return Owned("gradient_accumulation_steps", name, accumulation)
 
 
 def deepspeed_loss_scale(config: LossScaleConfig) -> list[Owned]:

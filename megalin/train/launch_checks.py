@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from megalin.errors import ConfigError
+from megalin.data.datasets.megatron import check_megatron_seed
+from megalin.data.datasets.token import check_tokenizer
+from megalin.data.masking import resolve_tokens
+from megalin.data.tokenizers.tokenizer import BYTES, load_tokenizer
+from megalin.errors import ConfigError, MegalinError
 from megalin.model.build import check_divisions, make_model
 from megalin.model.config import AnyModelConfig
 from megalin.model.pipeline_stages import plan_stages
@@ -24,36 +28,52 @@ EVALUATION_KEYS = ("evaluate_every_steps", "evaluate_batches")
 """Keys of [train] that only evaluations of the validation split read."""
 
 
-def check_launch(config: RunConfig, world_size: int) -> None:
-    """Checks the run against the number of ranks, without a process group, before the first collective.
+def check_launch(config: RunConfig, world_size: int | None) -> None:
+    """Checks what a start would refuse before its first step without a look at data: the config and, if it is given,
+    the number of ranks. Needs no process group.
 
     Raises:
         ConfigError: the mesh does not fit the ranks; or all that apply of: the batch does not fit the data axis or the
-            pipeline; evaluations without a validation split; a size of the model is not divisible by tp, or the model
-            cannot shard its sequences over cp or its layers over pp; the ranks cannot have CUDA graphs; the engine is
-            not installed, or its own config contradicts this one.
+            pipeline; the ranks cannot have CUDA graphs; evaluations without a validation split; a byte tokenizer,
+            special tokens or a seed that the model or the order cannot have; a size of the model is not divisible by
+            tp, or the model cannot shard its sequences over cp or its layers over pp; the engine or FP8 matmuls do not
+            support the model or the mesh; the engine is not installed, or its own config contradicts this one.
     """
-    check_world_size(config.parallel, world_size)
-    checks: list[Callable[[], object]] = [
-        lambda: _check_step(config, world_size),
+    raise_together(launch_checks(config, world_size))
+
+
+def launch_checks(config: RunConfig, world_size: int | None) -> list[Callable[[], object]]:
+    """The checks of `check_launch`, for those that have more. They are no part of `RunConfig`, so that older runs that
+    they refuse can still be read. Raises ConfigError if the mesh does not fit the ranks."""
+    checks: list[Callable[[], object]] = []
+    if world_size is not None:
+        check_world_size(config.parallel, world_size)
+        checks = [lambda: _check_step(config, world_size), lambda: check_graph_ranks(config, world_size)]
+    return [
+        *checks,
         lambda: _check_evaluations(config),
-        lambda: check_graph_ranks(config, world_size),
+        lambda: _check_data(config),
         lambda: check_model(config.model, config.parallel, config.data.sequence_length),
         lambda: check_float8_layers(config.model, config.parallel, float8_settings(config.train)),
+        lambda: _check_deepspeed(config, world_size),
     ]
-    problems = []
+
+
+def raise_together(checks: Sequence[Callable[[], object]]) -> None:
+    """Runs all checks. Raises ConfigError with the problems of those that fail, each once."""
+    problems: dict[str, None] = {}
     for check in checks:
         try:
             check()
-        except ConfigError as error:
-            problems.append(str(error))
+        except MegalinError as error:
+            problems[str(error)] = None
     if problems:
-        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} problems", *problems]))
+        lines = [f"{len(problems)} problems", *problems] if len(problems) > 1 else [*problems]
+        raise ConfigError("\n  ".join(lines))
 
 
 def _check_step(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError if the samples do not divide over the data axis or do not fill the pipeline, or if the engine
-    is not installed or its own config contradicts this one."""
+    """Raises ConfigError if the samples do not divide over the data axis or do not fill the pipeline."""
     train, parallel = config.train, config.parallel
     check_tree_ranks(train, world_size)
     data_size = world_size // (parallel.tp * parallel.cp * parallel.pp)
@@ -71,14 +91,10 @@ def _check_step(config: RunConfig, world_size: int) -> None:
             f"train.micro_batch_size = {train.micro_batch_size} times dp = {data_size}; use "
             f"{_batches_that_fill(train, parallel, data_size)}"
         )
-    if train.engine == "deepspeed":
-        check_deepspeed_version()
-        deepspeed_settings(config, world_size)
 
 
 def _check_evaluations(config: RunConfig) -> None:
-    """Raises ConfigError for keys of the evaluations of a run without a validation split. It is no check of the config,
-    so that an older run with such keys can still be read."""
+    """Raises ConfigError for keys of the evaluations of a run without a validation split."""
     if config.data.has("validation"):
         return
     values = {name: getattr(config.train, name) for name in EVALUATION_KEYS}
@@ -86,6 +102,35 @@ def _check_evaluations(config: RunConfig) -> None:
         raise ConfigError(
             f"{' and '.join(given)}: no effect without a validation split; set data.validation, "
             f"data.validation_fraction or data.split, or leave {'it' if len(given) == 1 else 'them'} out"
+        )
+
+
+def _check_data(config: RunConfig) -> None:
+    """Raises MegalinError, as the start does, for what the data cannot have whatever their files contain."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.order == "megatron":
+        check_megatron_seed(config.train.seed)
+    if data.tokenizer not in (None, BYTES):
+        return
+    check_tokenizer(data, vocab_size)
+    if data.masking is not None:
+        tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.eod_token)
+        resolve_tokens(data.masking, tokenizer, vocab_size)
+
+
+def _check_deepspeed(config: RunConfig, world_size: int | None) -> None:
+    """Raises ConfigError where DeepSpeed is not installed (if there are ranks) or its own config contradicts this one,
+    or for mixers that derive values from whole weights where only a shard of them, or nothing, is present."""
+    if config.train.engine != "deepspeed":
+        return
+    if world_size is not None:
+        check_deepspeed_version()
+    stage, tp = deepspeed_settings(config, world_size)["zero_optimization"]["stage"], config.parallel.tp
+    if (tp > 1 or stage == 3) and any(mixer.norm_tracked_weights() for mixer in make_model(config.model).mixers()):
+        raise ConfigError(
+            f'train.engine = "deepspeed" with parallel.tp = {tp} and ZeRO stage {stage}: after each step a '
+            "mixer of this model reads whole weights, which are in one place only with tp = 1 and stages 0 to 2; use "
+            'these, or engine = "fsdp2"'
         )
 
 

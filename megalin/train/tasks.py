@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megalin.errors import ConfigError
@@ -39,10 +39,15 @@ def check_tasks(config: RunConfig, tasks: TaskRunner | None) -> None:
             problems = tasks.describe_problems(config)
         elif config.evaluation.tasks:
             problems = ["no runner evaluates them here; train with `megalin train`, or pass one to `train`"]
-        if problems:
-            raise ConfigError("\n  ".join([f"evaluation.tasks = {config.evaluation.tasks}:", *problems]))
+        raise_task_problems(config, problems)
 
     on_every_rank(check)
+
+
+def raise_task_problems(config: RunConfig, problems: Sequence[str]) -> None:
+    """Raises ConfigError with the problems of the run's tasks, if there are any."""
+    if problems:
+        raise ConfigError("\n  ".join([f"evaluation.tasks = {config.evaluation.tasks}:", *problems]))
 
 
 def task_metrics(results: dict[str, float]) -> dict[str, float]:

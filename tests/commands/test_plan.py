@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -11,6 +12,21 @@ from megalin.__main__ import main
 from megalin.planner.search import usable_bytes
 
 SMALL = ["transnormerllm-385m-64k", "--gpus", "2", "--length", "1024", "--global-batch-size", "4", "--eager"]
+
+REFUSED = [
+    (["data.validation=[]", "train.evaluate_batches=2"], "train.evaluate_batches = 2: no effect without a validation"),
+    (["model.vocab_size=200"], "bytes: has 257 token ids, but the model's vocab_size is 200; raise vocab_size"),
+    (["data.order=megatron", f"train.seed={2**32}"], 'data.order = "megatron" needs a seed below 4294967296'),
+    (
+        ['model.layers.1.sublayers.0={type = "shared_key_attention", num_heads = 4, window = 37}'],
+        "model.layers.1.sublayers.0.window = 37 is wider than the 36 tokens of a sequence",
+    ),
+    (['evaluation.tasks=["recall"]', "evaluation.limit=2"], "no task of the suite recall fits the run"),
+    (['evaluation.tasks=["recal:mqar"]'], "task 'recal:mqar': 'recal' is no suite with tasks"),
+    (['evaluation.tasks=["arc_easy"]', "data.tokenizer=null"], "choice tasks need data.tokenizer, which is not set"),
+    (["train.engine=deepspeed", "train.deepspeed_config=none.json"], "train.deepspeed_config = 'none.json' is not a"),
+]
+"""Overrides of a run that a start refuses, whatever its data and its ranks are, and the error."""
 
 
 def test_a_plan_names_meshes_and_why_others_fail(capsys):
@@ -49,12 +65,28 @@ def test_a_run_config_sets_the_length_and_batch_of_the_plan(config, capsys):
 
 def test_fp8_is_planned_from_the_run_config_for_gpus_that_have_it(config, capsys, fails):
     arguments = ["plan", str(config), "train.micro_batch_size=1", "--gpus", "1", "train.dtype=bfloat16"]
-    message = fails(2, *arguments, "train.matmul_dtype=float8", "--gpu", "a100")
+    float8 = [*arguments, "train.matmul_dtype=float8", "model.hidden_size=256"]
+    message = fails(2, *float8, "--gpu", "a100")
     assert "needs a GPU of compute capability 8.9 or above" in message
     assert "a100 has 8.0" in message
-    assert main([*arguments, "train.matmul_dtype=float8", "--memory", "1GB", "--json"]) == 1
-    (kind,) = {refusal["kind"] for refusal in json.loads(capsys.readouterr().out)["refused"]}
-    assert "no linear layer of the blocks has at least 256 inputs and outputs" in kind
+    assert main([*float8, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]
+    message = fails(2, *arguments, "train.matmul_dtype=float8")
+    assert "no linear layer of the blocks has at least 256 inputs and outputs" in message
+
+
+@pytest.mark.parametrize("command", [["config"], ["plan", "--gpus", "1"], ["launch", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(("override", "message"), REFUSED)
+def test_every_command_refuses_what_train_refuses_without_data(config, fails, command, override, message):
+    """`config` and `plan` would pass a run that ends at its start."""
+    name, *options = command
+    assert message in fails(2, "train", config, *override)
+    assert message in fails(2, name, config, *override, *options)
+
+
+def test_a_mesh_that_train_would_refuse_is_planned_anew(config, capsys):
+    assert main(["plan", str(config), "--gpus", "1", "parallel.tp=3"]) == 0
+    assert "parallel.tp=1" in capsys.readouterr().out
 
 
 def test_a_run_config_sets_the_overlap_of_tensor_parallelism(config, capsys):
@@ -112,8 +144,8 @@ def test_meshes_are_printed_fastest_first_and_another_gpu_by_its_figures(capsys)
 
     h200, slow = seconds(), seconds("--gpu-tflops", "5", "--bandwidth", "900")
     assert len(h200) > 1
-    assert h200 == sorted(h200)
-    assert slow == sorted(slow)
+    for found in (h200, slow):  # rounded, and a simpler one may come first
+        assert all(time <= 1.03 * later for time, later in itertools.pairwise(found))
     assert slow[0] > 2 * h200[0]
 
 

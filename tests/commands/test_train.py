@@ -292,7 +292,7 @@ def test_token_beyond_the_vocabulary_stops_the_run(fails, config, tmp_path):
 
 
 def test_tokenizer_with_more_ids_than_the_model_is_refused(fails, config, tmp_path):
-    message = fails(DATA, "train", config, "model.vocab_size=256", "--folder", tmp_path / "run")
+    message = fails(CONFIG, "train", config, "model.vocab_size=256", "--folder", tmp_path / "run")
     assert "bytes: has 257 token ids, but the model's vocab_size is 256; raise vocab_size to at least 257" in message
 
 

@@ -1,4 +1,4 @@
-"""The papers' recipes: heads, resolved configs, counts of docs/recipes.md, and runs of shrunk models."""
+"""The papers' recipes: heads, resolved configs, and counts of docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from megalin.__main__ import main
 from megalin.commands.arguments.parser import build_parser
 from megalin.config import dumps, parse
-from megalin.data.shards.label_mask import label_mask_path
 from megalin.model.build import make_model
-from megalin.model.config import EncoderConfig, parse_model
-from megalin.parallel.process_group import process_group
+from megalin.model.config import parse_model
 from megalin.reproduce.computed import row_model
 from megalin.reproduce.papers import load_table
 from megalin.train.config import RunConfig, load_run_config
-from megalin.train.loop import train
-from megalin.verify.case import shrink
-from tests.data.shard_files import mask_bytes
-from tests.model_runs import CPU, documents, write_shard
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"
@@ -37,17 +30,6 @@ ROWS = {
         r"^\| \[[\w.+-]+\]\(\.\./examples/recipes/([^)]+)\) \| (.*) \|$", PAGE, re.MULTILINE
     )
 }
-FAST = [
-    "scaling-laws/tnl-1b.toml",
-    "hgrn2/hgrn2-44m-wikitext103.toml",
-    "transnormerllm/mix-385m.toml",
-    "denseattention/listops-danet.toml",
-    "rodimus/rodimus_plus-reversed-wikitext103.toml",
-]
-"""Recipes whose shrunk models train in the fast tests: one of each paper."""
-VOCABULARY = 300
-"""Ids of a shrunk model."""
-
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
 
@@ -137,58 +119,6 @@ def test_config_prints_a_recipe(capsys: pytest.CaptureFixture[str]):
 @every_recipe
 def test_printed_config_is_the_recipe(recipe: Path):
     assert_printed_config_is_the_recipe(recipe, dumps(resolved(recipe)))
-
-
-def shrunk(config: RunConfig, folder: Path) -> RunConfig:
-    """The run with its blocks at a small size, on a small shard: three steps of two samples on a CPU."""
-    encoder = isinstance(config.model, EncoderConfig)
-    train_prefix = str(folder / "shard")
-    made = documents(600, seed=1)
-    if (classes := config.data.classification) is not None:
-        made = [[*each[:40], classes.first_class_id + i % classes.num_classes] for i, each in enumerate(made)]
-    write_shard(Path(train_prefix), made)
-    if classes is not None:  # the last token of a document is its class
-        last = [place == len(each) - 1 for each in made for place in range(len(each))]
-        label_mask_path(train_prefix).write_bytes(mask_bytes(last))
-    data = {"train": [train_prefix], "validation": [], "test": [], "validation_fraction": 0.2, "tokenizer": None}
-    data |= {"sequence_length": 48, "sources": [], "preparation": [], "packing": "concatenate"}
-    if config.data.masking is not None:
-        ids = {name: 257 + i for i, name in enumerate(("cls_token", "sep_token", "mask_token", "pad_token"))}
-        data["masking"] = config.data.masking.model_copy(update={**ids, "max_predictions": 4})
-    model = shrink(config.model, 1)
-    assert model.vocab_size == VOCABULARY
-    loop = {"steps": 3, "global_batch_size": 2, "micro_batch_size": 1, "evaluate_every_steps": None}
-    loop |= {"evaluate_batches": 1, "compile": False, "dtype": "float32", "initial_weights": None}
-    warmup = min(config.schedule.warmup_steps, 1)
-    schedule = {"warmup_steps": warmup, "decay_steps": 1 if config.schedule.decay_steps else None}
-    return RunConfig(
-        model=model.model_copy(update={"max_positions": 48}) if encoder else model,
-        data=config.data.model_copy(update=data),
-        train=config.train.model_copy(update=loop),
-        optimizer=config.optimizer,
-        schedule=config.schedule.model_copy(update=schedule),
-        checkpoint=config.checkpoint.model_copy(update={"every_steps": None}),
-    )
-
-
-def assert_trains(recipe: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalin.train.loop.write_loss_curve", lambda *args, **kwargs: None)
-    with process_group(CPU):
-        result = train(shrunk(resolved(recipe), folder), CPU, folder / "run")
-    assert result.step == 3
-    assert result.loss is not None
-    assert torch.isfinite(torch.tensor(result.loss))
-
-
-@pytest.mark.parametrize("recipe", [Path(name) for name in FAST], ids=str)
-def test_shrunk_model_of_a_recipe_trains(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert_trains(recipe, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [each for each in RECIPES if str(each) not in FAST], ids=str)
-def test_every_shrunk_model_trains(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert_trains(recipe, tmp_path, monkeypatch)
 
 
 def test_missing_shards_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -1,19 +1,30 @@
 """The search over layouts, on models of a few layers."""
 
+import math
+import random
+
 import pytest
 import torch
 
 from megalin.model.config import ModelConfig
+from megalin.model.presets import load_preset
 from megalin.parallel.config import ParallelConfig
 from megalin.parallel.float8_layers import Float8Settings
 from megalin.planner.block_traces import LossCost, Trace, scaled_cost
-from megalin.planner.estimate import Estimator
+from megalin.planner.estimate import Estimate, Estimator
 from megalin.planner.graph_cost import COPY, CollectiveCost
-from megalin.planner.hardware import COPY_EFFICIENCY, FLOAT8_SPEEDUP, HARDWARE, MATRIX_EFFICIENCY, SIGNAL_SECONDS
+from megalin.planner.hardware import (
+    COPY_EFFICIENCY,
+    FLOAT8_SPEEDUP,
+    HARDWARE,
+    HOST_SECONDS,
+    MATRIX_EFFICIENCY,
+    SIGNAL_SECONDS,
+)
 from megalin.planner.memory import Memory
 from megalin.planner.parameters import Elements, StageParameters
-from megalin.planner.search import Limits, Plan, search
-from megalin.planner.step_time import MicroBatchWork, micro_batch_traffic, step_time
+from megalin.planner.search import Limits, Plan, by_preference, search
+from megalin.planner.step_time import MicroBatchWork, Sent, StepTime, micro_batch_traffic, step_time
 from megalin.planner.tracing import RunCost
 from megalin.planner.workload import ParallelLayout, Workload
 from tests.cases import HYBRID
@@ -55,13 +66,65 @@ def test_with_memory_to_spare_every_mesh_is_offered_once_and_fastest_first(estim
     found = search(estimator, Limits(2, 10**12), count=100)
     meshes = [(e.layout.parallel.tp, e.layout.parallel.cp, e.layout.parallel.pp) for e in found.best]
     assert sorted(meshes) == [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    times = [float(f"{estimate.time.total:.2g}") for estimate in found.best]
-    assert times == sorted(times)
+    assert found.best == by_preference(found.best)
     for estimate in found.best:
         parallel, each = estimate.layout.parallel, estimate.layout
         assert each.dp * parallel.tp * parallel.cp * parallel.pp == 2
         assert each.dp * each.micro_batch_size * each.num_micro_batches == 8
         assert estimate.tokens_per_second == pytest.approx(8 * 4096 / estimate.time.total)
+
+
+def simplicity(estimate: Estimate) -> tuple[int, int, bool, int]:
+    parallel, each = estimate.layout.parallel, estimate.layout
+    axes = (parallel.tp, parallel.cp, parallel.pp)
+    return sum(size > 1 for size in axes), math.prod(axes), each.recompute, each.zero
+
+
+def test_the_simplest_of_equally_fast_layouts_comes_first():
+    """Random layouts and times: no later one is simpler and within 2 % of the fastest that were left."""
+    draw = random.Random(0)
+    for _ in range(200):
+        estimates = [
+            Estimate(
+                layout(
+                    ParallelConfig(tp=draw.choice((1, 2, 4)), cp=draw.choice((1, 2)), zero=draw.choice((0, 1, 3))),
+                    recompute=draw.random() < 0.5,
+                ),
+                Memory(*(draw.randint(1, 9) for _ in Memory._fields)),
+                StepTime(draw.choice((1.0, 1.015, 1.0199, 1.021, 1.05)), *(0.0,) * 6),
+                Sent(0, 0, 0, 0),
+                1.0,
+            )
+            for _ in range(draw.randint(1, 12))
+        ]
+        ordered = by_preference(estimates)
+        assert sorted(map(id, ordered)) == sorted(map(id, estimates))
+        for place, chosen in enumerate(ordered):
+            fastest = min(each.time.total for each in ordered[place:])
+            close = [each for each in ordered[place:] if each.time.total <= 1.02 * fastest]
+            assert chosen.time.total <= 1.02 * fastest
+            assert simplicity(chosen) == min(map(simplicity, close))
+            assert chosen.time.total == min(e.time.total for e in close if simplicity(e) == simplicity(chosen))
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("name", ["transnormerllm-tiny", "rodimus_plus-tiny", "llama-tiny"])
+def test_a_tiny_model_is_data_parallel_without_recomputation(name, gpus):
+    """The host launches it as slowly on every mesh, so that memory, which it does not need, decided."""
+    model = load_preset(name).model
+    assert isinstance(model, ModelConfig)
+    tiny = Estimator(Workload(model, 128, 8, torch.float32, compiled=False), HARDWARE["h100"])
+    (best,) = search(tiny, Limits(gpus, 10**10), count=1).best
+    assert simplicity(best) == (0, 1, False, 0)
+    assert best.layout.dp == gpus
+    assert best.layout.num_micro_batches == 1
+
+
+def test_recomputation_launches_the_forward_again(estimator):
+    """Short sequences, for which the device waits for the host."""
+    short = Estimator(workload(length=128), HARDWARE["h200"])
+    kept, again = (short.estimate(layout(recompute=recompute), refined=False).time for recompute in (False, True))
+    assert again.total - kept.total == pytest.approx(2 * HOST_SECONDS * MODEL.num_layers / 3, rel=1e-3)
 
 
 def test_each_refusal_has_its_reason():

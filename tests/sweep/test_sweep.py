@@ -85,6 +85,11 @@ def test_last_axis_varies_fastest(tmp_path):
         ({"columns": {"x": "tasks/{task}/loss"}}, "'tasks/{task}/loss': 'task' is no axis; use some of rate, seed"),
         ({"stop": {"loss": "{x}"}}, "'{x}': 'x' is no axis"),
         ({"overrides": ["train.stepz=3"]}, r"(?s)run 0.1-a of .*: .*did you mean 'steps'"),
+        (
+            {"overrides": ["data.validation=[]", "train.evaluate_every_steps=2"]},
+            "run 0.1-a of .*: train.evaluate_every_steps = 2: no effect without a validation split",
+        ),
+        ({"overrides": ["parallel.tp=2"]}, "run 0.1-a of .*: parallel.tp = 2 does not divide the number of ranks, 1"),
     ],
 )
 def test_bad_sweep_is_refused_before_any_run(tmp_path, fields, message):

@@ -19,6 +19,7 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import load_run_config
+from megalin.train.launch_checks import check_launch
 from megalin.train.loop import TrainResult
 from megalin.train.validation import evaluate
 from tests.encoder_cases import CASES, build, make_batch
@@ -175,6 +176,31 @@ def test_config_comes_back_from_its_own_text(tmp_path):
 def test_config_that_cannot_work_is_refused(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         load_run_config(write_config(tmp_path), [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.masking.cls_token=261"],
+            "data.masking.cls_token = 261 has id 261, but model.vocab_size = 261; raise it",
+        ),
+        (["data.masking.cls_token=258"], "has the id 258 of another special token"),
+        (["data.masking.cls_token=[CLS]"], "is not in the tokenizer; train one with it"),
+        (["data.masking.cls_token=[CLS]", "data.tokenizer=null"], "is a name, but data.tokenizer is not set"),
+        (["train.engine=deepspeed"], "ZeRO stage 3: after each step a mixer of this model reads whole weights"),
+        (
+            ["train.engine=deepspeed", "parallel.zero=1", "parallel.tp=2"],
+            "with parallel.tp = 2 and ZeRO stage 1: after",
+        ),
+    ],
+)
+def test_special_tokens_and_engine_that_cannot_work_are_refused_before_any_data_are_read(tmp_path, overrides, message):
+    config = load_run_config(write_config(tmp_path), overrides)
+    for world_size in (None, 2):
+        with pytest.raises(ConfigError) as raised:
+            check_launch(config, world_size)
+        assert message in str(raised.value)
 
 
 def test_data_and_model_are_of_one_kind(tmp_path):

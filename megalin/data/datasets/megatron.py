@@ -143,6 +143,12 @@ class MegatronTraining(NamedTuple):
     """Samples that the run reads of each dataset."""
 
 
+def check_megatron_seed(seed: int) -> None:
+    """Raises ConfigError for a seed beyond the range of Megatron-LM's generator."""
+    if seed >= _SEEDS:
+        raise ConfigError(f'train.seed = {seed}: data.order = "megatron" needs a seed below {_SEEDS}')
+
+
 def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples: int, cache: Path) -> MegatronTraining:
     """Opens the training split and builds the order of a run of `num_samples`, or maps it from the folder `cache`.
 
@@ -153,8 +159,7 @@ def open_megatron(config: DataConfig, vocab_size: int, *, seed: int, num_samples
         DataError: as `open_parts` and `megatron_order` do; a label mask; shards without weights have too few samples.
         StorageError: the cache cannot be written.
     """
-    if seed >= _SEEDS:
-        raise ConfigError(f'train.seed = {seed}: data.order = "megatron" needs a seed below {_SEEDS}')
+    check_megatron_seed(seed)
     prefixes, weights = config.training_paths(), _weights(config)
     sizes: Sequence[int | None] = [None] * len(prefixes)
     if weights is not None:

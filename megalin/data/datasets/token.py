@@ -179,7 +179,7 @@ def open_parts(
         DataError: a bad shard; label masks without a label; a tokenizer with more ids than the model, or not the one
             that made a shard.
     """
-    digest = _tokenizer_digest(config, vocab_size)
+    digest = check_tokenizer(config, vocab_size)
     parts = []
     for prefix in paths:
         shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
@@ -233,7 +233,8 @@ def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num
     )
 
 
-def _tokenizer_digest(config: DataConfig, vocab_size: int) -> str | None:
+def check_tokenizer(config: DataConfig, vocab_size: int) -> str | None:
+    """The digest of the run's tokenizer; None without one. Raises DataError if it has more ids than the model."""
     if config.tokenizer is None:
         return None
     tokenizer = load_tokenizer(config.tokenizer, config.eod_token)

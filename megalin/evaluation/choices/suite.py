@@ -35,6 +35,17 @@ class ChoiceOptions(NamedTuple):
     """Evaluates only the first questions of each file; None: all."""
 
 
+def check_choices(config: RunConfig) -> None:
+    """Raises ConfigError for a run without choice tasks: an encoder, or one without a tokenizer."""
+    if isinstance(config.model, EncoderConfig):
+        raise ConfigError('choice tasks need a decoder, but model.kind = "encoder"; evaluate its loss alone')
+    if config.data.tokenizer is None:
+        raise ConfigError(
+            "choice tasks need data.tokenizer, which is not set: the run has token ids without their text; set it, "
+            "or evaluate the loss alone (--suite loss)"
+        )
+
+
 class ChoiceSuite:
     """Choice tasks of a run, read and encoded on this rank; every rank of a mesh has the same.
 
@@ -56,13 +67,8 @@ class ChoiceSuite:
         """
         self.config, self.options = config, options
         self.tasks: dict[str, EncodedTask] = {}
-        if isinstance(config.model, EncoderConfig):
-            raise ConfigError('choice tasks need a decoder, but model.kind = "encoder"; evaluate its loss alone')
-        if config.data.tokenizer is None:
-            raise ConfigError(
-                "choice tasks need data.tokenizer, which is not set: the run has token ids without their text; set it, "
-                "or evaluate the loss alone (--suite loss)"
-            )
+        check_choices(config)
+        assert config.data.tokenizer is not None
         if options.limit is not None and options.limit < 1:
             raise ConfigError(f"limit = {options.limit} leaves no question; use at least 1, or leave it out for all")
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -65,25 +66,16 @@ class SequenceSuite:
         Raises:
             ConfigError: an encoder, a limit below 1, or no task that fits.
         """
-        if isinstance(config.model, EncoderConfig):
-            raise ConfigError(f'the suite {name} needs a decoder, but model.kind = "encoder"; evaluate its loss alone')
-        if limit is not None and limit < 1:
-            raise ConfigError(f"limit = {limit} leaves no example; use at least 1, or leave it out for {NUM_EXAMPLES}")
+        problems = check_sequences(name, config, tasks, limit=limit)
         self.name, self._config, self._tasks = name, config, dict[str, SequenceTask]()
         self._requests: dict[str, list[LabelledRequest]] = {}
-        problems = []
         for key, task in tasks.items():
-            examples = [task.example(split_seed(0, "test"), number) for number in range(limit or NUM_EXAMPLES)]
-            if problem := _problem(config, task, examples):
-                problems.append(f"{key}: {problem}")
-                continue
-            full_key = key if limit is None else f"{key}[:{limit}]"
-            self._tasks[full_key] = task
-            self._requests[full_key] = [LabelledRequest(*example) for example in examples]
-        if not self._tasks:
-            raise ConfigError(f"no task of the suite {name} fits the run:\n  " + "\n  ".join(problems))
-        for problem in problems:
-            _log.warning("left out of the suite %s: %s", name, problem)
+            if key not in problems:
+                full_key = key if limit is None else f"{key}[:{limit}]"
+                self._tasks[full_key] = task
+                self._requests[full_key] = [LabelledRequest(*example) for example in _examples(task, limit)]
+        for key, problem in problems.items():
+            _log.warning("left out of the suite %s: %s: %s", name, key, problem)
 
     def result_names(self) -> Sequence[str]:
         """Names of the results."""
@@ -146,10 +138,30 @@ def sequence_suite(
     Raises:
         ConfigError: as `SequenceSuite`; a pattern without a task.
     """
+    return SequenceSuite(name, config, select_sequences(name, config, tasks), limit=limit)
+
+
+def select_sequences(name: str, config: RunConfig, patterns: Sequence[str]) -> dict[str, SequenceTask]:
+    """The tasks of the suite `name` that the patterns name. Raises ConfigError for a pattern without a task."""
     assert name in SEQUENCE_SUITES, name
     known = recall_tasks(config) if name == "recall" else state_tracking_tasks()
-    chosen = match_tasks(tasks, list(known), place=f"the suite {name}")
-    return SequenceSuite(name, config, {task: known[task] for task in chosen}, limit=limit)
+    return {task: known[task] for task in match_tasks(patterns, list(known), place=f"the suite {name}")}
+
+
+def check_sequences(
+    name: str, config: RunConfig, tasks: Mapping[str, SequenceTask], *, limit: int | None
+) -> dict[str, str]:
+    """The tasks that do not fit the run, with the reasons. Raises ConfigError as `SequenceSuite`."""
+    if isinstance(config.model, EncoderConfig):
+        raise ConfigError(f'the suite {name} needs a decoder, but model.kind = "encoder"; evaluate its loss alone')
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit = {limit} leaves no example; use at least 1, or leave it out for {NUM_EXAMPLES}")
+    found = {key: _problem(config, task, limit) for key, task in tasks.items()}
+    problems = {key: problem for key, problem in found.items() if problem}
+    if len(problems) == len(tasks):
+        lines = [f"{key}: {problem}" for key, problem in problems.items()]
+        raise ConfigError("\n  ".join([f"no task of the suite {name} fits the run:", *lines]))
+    return problems
 
 
 def recall_tasks(config: RunConfig) -> dict[str, SequenceTask]:
@@ -168,11 +180,21 @@ def state_tracking_tasks() -> dict[str, SequenceTask]:
     return {name: task for name, task in tasks.items() if isinstance(task, SequenceTask)}
 
 
-def _problem(config: RunConfig, task: SequenceTask, examples: Sequence[LabelledSequence]) -> str:
+def _problem(config: RunConfig, task: SequenceTask, limit: int | None) -> str:
     """The reason why a run cannot be evaluated by a task; empty if it can."""
-    longest = max(len(example.tokens) for example in examples)
+    longest = _longest(task, limit)
     if longest > config.data.sequence_length + 1:
         return f"its examples have up to {longest} ids, more than data.sequence_length + 1"
     if task.num_ids > config.model.vocab_size:
         return f"it has {task.num_ids} ids, more than model.vocab_size = {config.model.vocab_size}"
     return ""
+
+
+def _examples(task: SequenceTask, limit: int | None) -> list[LabelledSequence]:
+    return [task.example(split_seed(0, "test"), number) for number in range(limit or NUM_EXAMPLES)]
+
+
+@functools.cache
+def _longest(task: SequenceTask, limit: int | None) -> int:
+    """Ids of the longest example; the runs of a sweep share them."""
+    return max(len(example.tokens) for example in _examples(task, limit))

@@ -13,7 +13,7 @@ from megalin.config import apply_overrides, parse
 from megalin.errors import ConfigError
 from megalin.model.presets import expand_preset
 from megalin.train.config import RunConfig
-from megalin.train.launch_checks import EVALUATION_KEYS, check_model
+from megalin.train.launch_checks import EVALUATION_KEYS, check_launch
 
 Verdict = Literal["fill in", "differs", "not available", "no effect", "unknown"]
 """fill in: missing in the config. differs: the config has a substitute. not available: megalin lacks the feature.
@@ -122,10 +122,11 @@ class ImportedConfig:
             config = parse(RunConfig, values, _SOURCE)
             if not config.data.has("validation"):
                 self._drop_evaluations()
-            check_model(config.model, config.parallel, config.data.sequence_length)
+            check_launch(config, None)
         except ConfigError as error:
             lines = str(error).splitlines()
-            for line in lines[1:] if lines[0].startswith(f"{_SOURCE}:") else lines:
+            has_title = lines[0].startswith(f"{_SOURCE}:") or lines[0].endswith(" problems")
+            for line in lines[1:] if has_title else lines:
                 key, _, problem = line.strip().partition(": ")
                 known = self._hints.get(key.split(" = ")[0])
                 self.note("fill in", key, f"{problem} ({known})" if known else problem)
@@ -181,7 +182,7 @@ class ImportedConfig:
         """The config as a TOML file, with the report as comments at the top."""
         head = [f"From {self.source}.", "", *self.report()]
         comments = "\n".join(f"# {line}".rstrip() for line in head[:-1])
-        return f"{comments}\n\n{tomli_w.dumps(self.values)}"
+        return f"{comments}\n\n{tomli_w.dumps(_without_nulls(self.values))}"
 
 
 def variable_hint(text: str) -> str:
@@ -193,6 +194,13 @@ def variable_hint(text: str) -> str:
     return (
         f"give --variable {name}=VALUE, or write the value" if name else "only a shell can evaluate it; write the value"
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys that are None, which an override with null leaves and TOML does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ class CosFormer2Config(LowRankGatedConfig):
 
     type: Literal["cosformer2"] = "cosformer2"
     """This mixer."""
-    lrpe: LRPEForm | None = "cosine"
+    lrpe: LRPEForm = "cosine"
     """Learnable relative positions on queries and keys."""
 
 
