@@ -65,8 +65,8 @@ class TrainConfig(Config):
     deviations and 0.1 nat, or a gradient norm above 50 times their median and 100 deviations, from step 101 on. warn: a
     warning with the samples of the step. skip, with the fsdp2 engine only: its update is left out, too, on every rank;
     the schedule, the samples and the ledger count the step. rollback, with the fsdp2 engine and data.order = "megalin":
-    the newest checkpoint before it is restored, the steps since then are undone, and their batches, with that of the
-    spike, are left out of the run; before the first checkpoint as skip."""
+    the newest checkpoint before it, of those of checkpoint.every_steps and keep_steps, is restored, the steps since are
+    undone, and their batches, with that of the spike, are left out of the run; before the first one as skip."""
     max_rollbacks: int = pydantic.Field(default=3, ge=0)
     """Rollbacks of the whole run; the next spike ends it with exit code 8. 0: the first spike does."""
     matmul_dtype: Literal["float8"] | None = None

@@ -237,8 +237,8 @@ class TrainingLoop:
         return evaluation, tasks
 
     def _roll_back(self, finished: FinishedStep, in_flight: InFlightSteps, log: RunLog) -> int | None:
-        """Warns of a step that is a spike. Undoes the steps since the newest checkpoint where configured, and returns
-        the number of finished steps then; None: the run goes on. Raises NumericError after too many rollbacks."""
+        """Warns of a step that is a spike. Undoes the steps since the newest scheduled checkpoint where configured, and
+        returns its number of steps; None: the run goes on. Raises NumericError after too many rollbacks."""
         if finished.result.spike is None or not finished.result.spike.found:
             return None
         self._warn_of_spike(finished, finished.result.spike)
@@ -255,8 +255,8 @@ class TrainingLoop:
             self.data = self._rollbacks.add(checkpoint, finished, self.data)
             self.engine.load(checkpoint)
             log.rewind(checkpoint.step)
-        if self.mesh.is_first_rank:
-            _log.warning("%s", self._rollbacks.describe_last())
+            self.resumed_step = checkpoint.step  # a SIGTERM now has steps to save only after it
+        self._rollbacks.report_last()
         return checkpoint.step
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
