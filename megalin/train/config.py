@@ -106,9 +106,9 @@ class TrainConfig(Config):
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
     compare_replicas_every_steps: int = pydantic.Field(default=50, ge=0)
     """Steps between comparisons of the copies that several ranks hold of weights and moments: with parallel.shard or
-    zero = 0, of tensors that tp does not divide, of weights that pipeline stages share. They are compared before each
-    checkpoint too. Copies that differ end the run (exit code 11); the message names ranks and tensors. 0: never. Not
-    with the deepspeed engine."""
+    zero = 0, of tensors that tp does not divide, of weights that pipeline stages share; and of constants, such as decay
+    slopes, which all data ranks hold. They are compared before each checkpoint too. Copies that differ end the run
+    (exit code 11); the message names ranks and tensors. 0: never. With the deepspeed engine, constants alone."""
     hang_timeout_seconds: float = pydantic.Field(default=300.0, ge=1.0, le=1e9)
     """Longest time that a rank may make no progress in a step, or be stopped: then it is named and all ranks leave with
     exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process

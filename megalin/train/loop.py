@@ -124,8 +124,7 @@ class TrainingLoop:
         self._saves = RunSaves(config, run, self.engine, mesh.launches, saver)
         self.initial_weights = None if source is None else load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
-        compares = config.train.compare_replicas_every_steps and config.train.engine == "fsdp2"
-        self._replicas = ReplicaCheck(mesh, self.engine.tensors() if compares else {})
+        self._replicas = ReplicaCheck(mesh, self.engine.replicas() if config.train.compare_replicas_every_steps else {})
         self._due = DueSteps(config, self.resumed_step, self.last_step, self.validation is not None, tasks is not None)
 
     def _open_data(self) -> None:
@@ -268,7 +267,7 @@ class TrainingLoop:
         self.engine.timer.start()
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
-        comparison = self._replicas.start(self.engine.tensors(), step) if self._due.comparison(step) else None
+        comparison = self._replicas.start(self.engine.replicas(), step) if self._due.comparison(step) else None
         self.engine.timer.leave()
         if self.mesh.device.type in SYNCHRONOUS_DEVICES:
             self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
@@ -329,7 +328,7 @@ class TrainingLoop:
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._due.save(step):
-            if (comparison := self._replicas.start(self.engine.tensors(), step)) is not None:
+            if (comparison := self._replicas.start(self.engine.replicas(), step)) is not None:
                 comparison.wait()
             self._saves.save(step, self.data, log, wait=True)
         else:
