@@ -12,7 +12,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 from megalin.errors import ConfigError
@@ -36,6 +36,8 @@ class _Variables(NamedTuple):
     local_rank: str
     local_sizes: tuple[str, ...]
     """Names of the number of ranks on this host."""
+    job_sizes: tuple[str, ...] = ()
+    """Names of numbers of which one above 1 means a job of several ranks, also in its script, which is no rank."""
 
 
 # LOCAL_SIZE is deepspeed's.
@@ -51,9 +53,26 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("OMPI_COMM_WORLD_SIZE",),
     ),
-    _Variables("MPICH's mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
-    _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ()),
+    _Variables(
+        "MPICH's mpirun",
+        "MPI_LOCALRANKID",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        ("MPI_LOCALNRANKS",),
+        ("PMI_SIZE",),
+    ),
+    _Variables(
+        "srun",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        (),
+        ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    ),
 )
 _REMEDY = "start the ranks with megalin launch, torchrun, deepspeed, srun or mpirun"
 _FIRST_PORT, _PORTS = 20000, 10000
@@ -64,12 +83,15 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
     """Reads this process's rank from the launcher's variables; without a launcher it is the only rank.
 
     Raises:
-        ConfigError: a variable of the launcher is missing, not a number or out of range.
+        ConfigError: a variable of the launcher is missing, not a number or out of range; or a rank above 0 without the
+            launcher's other variables.
     """
     names = _launcher(environment)
     if names is None:
         if _number(environment, "WORLD_SIZE", "1") != 1:
             raise ConfigError(f"WORLD_SIZE = {environment['WORLD_SIZE']}, but RANK is not set; {_REMEDY}")
+        for launcher in _LAUNCHERS[1:]:
+            _refuse_above(launcher, [launcher.rank], 0, environment)
         return Launch(0, 1, _number(environment, "LOCAL_RANK", "0"))
     rank, world_size, local_rank = (
         _number(environment, name, None, names.launcher) for name in (names.rank, names.world_size, names.local_rank)
@@ -107,6 +129,21 @@ def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> Launch
     return place
 
 
+def check_all_ranks_start(environment: Mapping[str, str] = os.environ) -> None:
+    """Checks that a run of one rank is not one process of a job that was meant to start several.
+
+    A batch script of several tasks has Slurm's variables of the job, but is no rank: called there without srun, the run
+    would occupy all of the job and use one rank. In a job of one task, as an interactive one, a single process is all
+    that was asked for.
+
+    Raises:
+        ConfigError: the job has several tasks or nodes, but its launcher started no rank.
+    """
+    if _launcher(environment) is None:
+        for launcher in _LAUNCHERS[1:]:
+            _refuse_above(launcher, launcher.job_sizes, 1, environment)
+
+
 def is_on_one_host(environment: Mapping[str, str] = os.environ) -> bool | None:
     """Whether all ranks run on this host; None where the launcher does not say."""
     world_size, names = launched(environment).world_size, _launcher(environment)
@@ -125,6 +162,17 @@ def _local_world_size(names: _Variables, environment: Mapping[str, str]) -> str:
 
 def _launcher(environment: Mapping[str, str]) -> _Variables | None:
     return next((names for names in _LAUNCHERS if names.marker in environment), None)
+
+
+def _refuse_above(launcher: _Variables, names: Sequence[str], limit: int, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where a number of these is above the limit: a rank without the launcher's marker."""
+    for name in names:
+        value = environment.get(name, "")
+        if value.isdecimal() and int(value) > limit:
+            raise ConfigError(
+                f"{name} = {value}, but {launcher.marker}, which {launcher.launcher} sets in every rank, is not set: "
+                f"this process would run alone; {_REMEDY} (a single one with srun --ntasks 1), or unset {name}"
+            )
 
 
 def _number(environment: Mapping[str, str], name: str, default: str | None, launcher: str = "") -> int:

@@ -8,8 +8,11 @@ import sys
 import pytest
 
 from megalin import launch
+from megalin.api.trainer import Trainer
 from megalin.errors import ConfigError
-from megalin.launch import Launch, adopt_launcher, is_on_one_host, launched
+from megalin.launch import Launch, adopt_launcher, check_all_ranks_start, is_on_one_host, launched
+from megalin.train.config import load_run_config
+from tests.model_runs import write_config
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -26,10 +29,51 @@ ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_without_a_launcher_there_is_one_rank():
-    environment = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}  # a batch script is no rank
-    before = dict(environment)
-    assert adopt_launcher(environment) == Launch(0, 1, 0)
-    assert environment == before
+    one_task = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    for environment in ({}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"} | one_task):  # a batch script is no rank
+        before = dict(environment)
+        check_all_ranks_start(environment)
+        assert adopt_launcher(environment) == Launch(0, 1, 0)
+        assert environment == before
+
+
+JOBS = [
+    ({"SLURM_NTASKS": "4"}, "SLURM_STEP_NUM_TASKS, which srun"),
+    ({"SLURM_NPROCS": "4"}, "SLURM_STEP_NUM_TASKS, which srun"),
+    ({"SLURM_JOB_NUM_NODES": "2"}, "SLURM_STEP_NUM_TASKS, which srun"),
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "8"}, "SLURM_STEP_NUM_TASKS, which srun"),
+    ({"PMI_SIZE": "4"}, "MPI_LOCALRANKID, which MPICH's mpirun"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_RANK, which Open MPI's mpirun"),
+]
+
+
+@pytest.mark.parametrize(("job", "marker"), JOBS)
+def test_a_job_of_several_ranks_needs_its_launcher(job, marker):
+    with pytest.raises(
+        ConfigError, match=rf"= \d, but {marker} sets in every rank, is not set: this process would run"
+    ):
+        check_all_ranks_start(job | {"SLURM_PROCID": "0", "PMI_RANK": "0"})
+
+
+@pytest.mark.parametrize("variables", [{"SLURM_PROCID": "3", "SLURM_LOCALID": "3"}, {"PMI_RANK": "1"}])
+def test_a_rank_without_its_launchers_other_variables_is_refused(variables):
+    with pytest.raises(ConfigError, match=r"\w+ = \d, but \w+, which .* sets in every rank, is not set"):
+        launched(variables)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN | ADDRESS, OPEN_MPI | ADDRESS, MPICH | ADDRESS])
+def test_ranks_of_a_launcher_start_whatever_the_job(variables):
+    for job, _ in JOBS[:4]:
+        check_all_ranks_start(job | {"SLURM_PROCID": "0"} | variables)
+        assert adopt_launcher(job | variables) == Launch(3, 4, 1)
+
+
+def test_trainer_refuses_to_be_the_only_rank_of_a_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="SLURM_NTASKS = 2, but SLURM_STEP_NUM_TASKS, which srun sets in every rank"):
+        Trainer(load_run_config(write_config(tmp_path), []), tmp_path / "run").train()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, SRUN | ADDRESS, OPEN_MPI | ADDRESS, MPICH | ADDRESS])

@@ -12,7 +12,7 @@ import torch
 from megalin.api.arguments import RunSource, read_run
 from megalin.errors import ConfigError
 from megalin.evaluation.in_loop import LoopTaskRunner, check_run
-from megalin.launch import adopt_launcher, launched
+from megalin.launch import adopt_launcher, check_all_ranks_start, launched
 from megalin.parallel.agreement import distributed
 from megalin.parallel.mesh import check_device
 from megalin.parallel.process_group import compute_device, process_group
@@ -63,8 +63,8 @@ class Trainer:
             Finished steps, the last loss, the evaluation of the validation split, and the results of tasks.
 
         Raises:
-            ConfigError: the config does not fit the ranks, the devices or their memory, or this process has a process
-                group already.
+            ConfigError: the config does not fit the ranks, the devices or their memory; this process has a process
+                group already, or is the only one of a job of several ranks.
             MegalinError: as `megalin train`.
         """
         if distributed():
@@ -72,6 +72,7 @@ class Trainer:
                 "this process has a process group already, but Trainer makes its own; call "
                 "torch.distributed.destroy_process_group() before"
             )
+        check_all_ranks_start()
         world_size, device = adopt_launcher().world_size, compute_device()
         check_run(self.config, world_size)
         check_device(self.config.parallel, device.type)

@@ -21,9 +21,14 @@ class CheckpointConfig(Config):
     one waits for it. The run waits for the checkpoint of its last step, and before it ends by SIGTERM or an error."""
     keep_latest: int | None = pydantic.Field(default=None, ge=1)
     """Number of newest valid checkpoints to keep besides those of `keep_steps`; left out: all. Before an older one is
-    removed, the files of those that stay are verified, once each."""
+    removed, the files of those that stay are verified, once each. With train.on_spike = "rollback" the newest one of
+    `every_steps` stays too, to which a spike would roll back."""
     keep_steps: list[int] = pydantic.Field(default=[])
     """Steps whose checkpoints are saved and stay, from which other runs branch (train.branch_from)."""
+
+    def is_scheduled(self, step: int) -> bool:
+        """Whether a checkpoint is saved after the step wherever the run ends."""
+        return step in self.keep_steps or (self.every_steps is not None and step % self.every_steps == 0)
 
     def problems(self, total_steps: int) -> list[str]:
         """Steps outside a run of `total_steps`, and saves in the background of a run that has none there."""

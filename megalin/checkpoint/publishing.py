@@ -186,13 +186,26 @@ def _past_steps(root: Path, step: int, keep_steps: Collection[int]) -> list[int]
     return sorted({number for number in steps if number is not None and number <= step} - {*keep_steps}, reverse=True)
 
 
+def remove_between(root: Path, first: int, end: int) -> None:
+    """Rank 0: removes the checkpoints of more than `first` and fewer than `end` steps. Raises OSError."""
+    for step in range(first + 1, end):
+        if os.path.lexists(directory := root / step_directory(step)):
+            _log.warning("%s: removed, as its steps are undone", directory)
+            _remove_one(directory)
+
+
+def _remove_one(directory: Path) -> None:
+    # Renamed first: a half-removed directory must not look like a checkpoint.
+    doomed = directory.with_name(f"{_TEMPORARY_PREFIX}pruned-{directory.name}-{secrets.token_hex(4)}")
+    os.rename(directory, doomed)
+    sync_directory(directory.parent)
+    remove(doomed)
+
+
 def _remove(directories: Sequence[Path]) -> None:
     for old in directories:
-        # Renamed first: a half-removed directory must not look like a checkpoint.
-        doomed = old.with_name(f"{_TEMPORARY_PREFIX}pruned-{old.name}-{secrets.token_hex(4)}")
         try:
-            os.rename(old, doomed)
-            remove(doomed)
+            _remove_one(old)
         except OSError as error:
             _log.warning("%s: an old checkpoint could not be removed: %s", old.parent, error)
             return

@@ -66,8 +66,8 @@ class TrainConfig(Config):
     deviations and 0.1 nat, or a gradient norm above 50 times their median and 100 deviations, from step 101 on. warn: a
     warning with the samples of the step. skip, with the fsdp2 engine only: its update is left out, too, on every rank;
     the schedule, the samples and the ledger count the step. rollback, with the fsdp2 engine and data.order = "megalin":
-    the newest checkpoint before it is restored, the steps since then are undone, and their batches, with that of the
-    spike, are left out of the run; before the first checkpoint as skip."""
+    the newest checkpoint before it, of those of checkpoint.every_steps and keep_steps, is restored, the steps since are
+    undone, and their batches, with that of the spike, are left out of the run; before the first one as skip."""
     max_rollbacks: Annotated[int, SILENT] = pydantic.Field(default=3, ge=0)
     """Rollbacks of the whole run; the next spike ends it with exit code 8. 0: the first spike does."""
     matmul_dtype: Literal["float8"] | None = None
@@ -107,9 +107,9 @@ class TrainConfig(Config):
     """Steps between progress lines if the output is not a terminal; every step is written to metrics.jsonl."""
     compare_replicas_every_steps: Annotated[int, SILENT] = pydantic.Field(default=50, ge=0)
     """Steps between comparisons of the copies that several ranks hold of weights and moments: with parallel.shard or
-    zero = 0, of tensors that tp does not divide, of weights that pipeline stages share. They are compared before each
-    checkpoint too. Copies that differ end the run (exit code 11); the message names ranks and tensors. 0: never. Not
-    with the deepspeed engine."""
+    zero = 0, of tensors that tp does not divide, of weights that pipeline stages share; and of constants, such as decay
+    slopes, which all data ranks hold. They are compared before each checkpoint too. Copies that differ end the run
+    (exit code 11); the message names ranks and tensors. 0: never. With the deepspeed engine, constants alone."""
     hang_timeout_seconds: Annotated[float, SILENT] = pydantic.Field(default=300.0, ge=1.0, le=1e9)
     """Longest time that a rank may make no progress in a step, or be stopped: then it is named and all ranks leave with
     exit code 7. A step may take three times the median of the last ones, if that is longer. Of a run of one process

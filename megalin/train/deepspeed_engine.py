@@ -214,6 +214,9 @@ class DeepSpeedEngine:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
         return tensors | scale | self._spikes.tensors() | self._hooks.tensors()
 
+    def replicas(self) -> Mapping[str, Tensor]:
+        return dict(self.model.named_buffers())
+
     def wait_before_update(self, copied: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(copied)
 

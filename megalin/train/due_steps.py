@@ -36,8 +36,7 @@ class DueSteps(NamedTuple):
 
     def save(self, step: int) -> bool:
         """Whether a checkpoint is saved after the step."""
-        checkpoint = self.config.checkpoint
-        return self._is_last_or(checkpoint.every_steps, step) or step in checkpoint.keep_steps
+        return step == self.last_step or self.config.checkpoint.is_scheduled(step)
 
     def comparison(self, step: int) -> bool:
         """Whether the ranks compare their copies of weights and moments after the step."""

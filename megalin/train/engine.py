@@ -29,6 +29,7 @@ from megalin.train.float8 import check_float8_device, float8_settings, report_ma
 from megalin.train.graph_choice import automatic_obstacle, mixers_that_read_documents
 from megalin.train.loss_scale import LOSS_SCALE_PREFIX, LossScale, make_loss_scale
 from megalin.train.pipeline_model import Pipeline
+from megalin.train.replicas import distributed_tensors
 from megalin.train.spikes import SPIKES_PREFIX, SpikeGuard, make_spike_guard
 from megalin.train.step import LaunchedStep, PendingStep, apply_gradients, train_step
 from megalin.train.step_timer import StepTimer
@@ -75,6 +76,10 @@ class Engine(Protocol):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint."""
+
+    def replicas(self) -> Mapping[str, Tensor]:
+        """Tensors to compare with their copies on other ranks (`ReplicaCheck`): the model's constants, and distributed
+        ones of a checkpoint, unless the engine keeps their copies equal itself."""
 
     def wait_before_update(self, copied: torch.cuda.Event) -> None:
         """Makes the next update of the weights wait on the GPU for an event: that of a copy of `tensors`."""
@@ -222,6 +227,11 @@ class FullyShardedEngine:
         scale = {} if self._loss_scale is None else self._loss_scale.tensors()
         state = scale | self._spikes.tensors() | self._hooks.tensors()
         return training_tensors(self.model, self._optimizer) | state
+
+    def replicas(self) -> Mapping[str, Tensor]:
+        model = self.model
+        constants = model.constants() if isinstance(model, Pipeline) else dict(model.named_buffers())
+        return distributed_tensors(self.tensors()) | constants
 
     def wait_before_update(self, copied: torch.cuda.Event) -> None:
         self._copied = copied

@@ -114,8 +114,7 @@ class TrainingLoop:
         self._saves = RunSaves(config, run, self.engine, mesh.launches, saver, self._resumption)
         self.initial_weights = None if source is None else load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
-        compares = config.train.compare_replicas_every_steps and config.train.engine == "fsdp2"
-        self._replicas = ReplicaCheck(mesh, self.engine.tensors() if compares else {})
+        self._replicas = ReplicaCheck(mesh, self.engine.replicas() if config.train.compare_replicas_every_steps else {})
         self._due = DueSteps(config, self.resumed_step, self.last_step, self.validation is not None, tasks is not None)
 
     def train(self) -> TrainResult:
@@ -211,8 +210,8 @@ class TrainingLoop:
         return evaluation, tasks
 
     def _roll_back(self, finished: FinishedStep, in_flight: InFlightSteps, log: RunLog) -> int | None:
-        """Warns of a step that is a spike. Undoes the steps since the newest checkpoint where configured, and returns
-        the number of finished steps then; None: the run goes on. Raises NumericError after too many rollbacks."""
+        """Warns of a step that is a spike. Undoes the steps since the newest scheduled checkpoint where configured, and
+        returns its number of steps; None: the run goes on. Raises NumericError after too many rollbacks."""
         if finished.result.spike is None or not finished.result.spike.found:
             return None
         self._warn_of_spike(finished, finished.result.spike)
@@ -229,8 +228,8 @@ class TrainingLoop:
             self.data = self._rollbacks.add(checkpoint, finished, self.data)
             self.engine.load(checkpoint)
             log.rewind(checkpoint.step)
-        if self.mesh.is_first_rank:
-            _log.warning("%s", self._rollbacks.describe_last())
+            self.resumed_step = checkpoint.step  # a SIGTERM now has steps to save only after it
+        self._rollbacks.report_last()
         return checkpoint.step
 
     def _launch(self, step: int, data: StepData) -> InFlightStep:
@@ -242,7 +241,7 @@ class TrainingLoop:
         self.engine.timer.start()
         with naming_samples(step, self._describe_samples):
             pending = self.engine.step(data.batches, learning_rate=rate, step=step)
-        comparison = self._replicas.start(self.engine.tensors(), step) if self._due.comparison(step) else None
+        comparison = self._replicas.start(self.engine.replicas(), step) if self._due.comparison(step) else None
         self.engine.timer.leave()
         if self.mesh.device.type in SYNCHRONOUS_DEVICES:
             self._own_seconds = own_time.seconds(self._heartbeat.wait_seconds)
@@ -303,7 +302,7 @@ class TrainingLoop:
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._due.save(step):
-            if (comparison := self._replicas.start(self.engine.tensors(), step)) is not None:
+            if (comparison := self._replicas.start(self.engine.replicas(), step)) is not None:
                 comparison.wait()
             self._saves.save(step, self.data, log, wait=True)
         else:

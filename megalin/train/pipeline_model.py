@@ -73,6 +73,15 @@ class Pipeline(nn.Module):
                     seen.add(name)
                     yield name, parameter
 
+    def constants(self) -> dict[str, Tensor]:
+        """The buffers of this rank's stages under their global names; where an earlier stage of this rank has the name,
+        with the number of the stage."""
+        found: dict[str, Tensor] = {}
+        for number, stage in zip(self.pp.own_stages(), self.stages(), strict=True):
+            for name, buffer in stage.named_buffers():
+                found[f"{name} (stage {number})" if name in found else name] = buffer
+        return found
+
     def _copies(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """Yields each parameter held by several stages, with all its copies on this rank, in the order of the names."""
         of_stages = [dict(stage.named_parameters()) for stage in self.stages()]

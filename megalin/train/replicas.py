@@ -1,4 +1,4 @@
-"""Comparison of the copies of weights and moments that several ranks hold: a copy that drifts ends the run."""
+"""Comparison of the copies of weights, moments and constants that several ranks hold: one that drifts ends the run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ _Seen = dict[str, tuple[list[int], dict[str, int]]]
 
 
 class ReplicaCheck:
-    """Compares the copies of distributed tensors over the ranks that hold them, by checksums.
+    """Compares the copies of tensors over the ranks that hold them, by checksums.
 
-    Copies are on the replicate axis (`parallel.shard`, ZeRO 0), on the tensor-parallel axis where it does not divide a
-    tensor (norms, biases, gates), and on the pipeline axis where stages share a weight. Each rank's shard has the
-    checksum
+    Copies of distributed tensors are on the replicate axis (`parallel.shard`, ZeRO 0), on the tensor-parallel axis
+    where it does not divide a tensor (norms, biases, gates), and on the pipeline axis where stages share a weight.
+    Other tensors are constants, of which every rank of the data axis holds a copy, and those of the tensor-parallel
+    axis too where they have no dimension: the others are of a rank's own heads or rows. A wrong constant changes the
+    gradients of all ranks, and so all their weights alike. Each rank's shard has the checksum
 
         sum_i (2 (i mod 2^15) + 1) w_i  mod 2^64,
 
@@ -59,13 +61,15 @@ class ReplicaCheck:
         """Finds the copies; a message of all ranks if the mesh has a pipeline.
 
         Args:
-            tensors: as in a checkpoint; those that are not distributed tensors are not compared.
+            tensors: distributed ones of a checkpoint, and constants, by global name (`Engine.replicas`).
         """
         self._mesh = mesh
         replicate = mesh.data_mesh.get_group("replicate")
+        constants = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
         of_axes = [
-            (axis_of("replicate", replicate), replicate, [*_distributed(tensors)]),
-            (mesh.tp.axis, mesh.tp_group, [name for name, each in _distributed(tensors).items() if not _has_tp(each)]),
+            (axis_of("replicate", replicate), replicate, [name for name in tensors if name not in constants]),
+            (mesh.data, mesh.data_group, constants),
+            (mesh.tp.axis, mesh.tp_group, [name for name, tensor in tensors.items() if not _has_tp(tensor)]),
             (mesh.pp.axis, mesh.pp.group, _of_several_stages(mesh, tensors)),
         ]
         self._copies = [
@@ -81,10 +85,9 @@ class ReplicaCheck:
         the host does not wait."""
         if not self._copies:
             return None
-        held = _distributed(tensors)
-        needed = {name for copies in self._copies for name in copies.names if name in held}
+        needed = {name for copies in self._copies for name in copies.names if name in tensors}
         absent = torch.full((), _ABSENT, device=self._mesh.device)
-        sums = {name: self._checksum(local(held[name])) for name in sorted(needed)}
+        sums = {name: self._checksum(local(tensors[name])) for name in sorted(needed)}
         differ: list[Tensor] = []
         for copies in self._copies:
             own = torch.stack([sums.get(name, absent) for name in copies.names])
@@ -153,12 +156,15 @@ def _words(shard: Tensor) -> Tensor:
     return flat.view(torch.int64)
 
 
-def _distributed(tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
+def distributed_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the tensors that are distributed."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
 
 
-def _has_tp(tensor: DTensor) -> bool:
+def _has_tp(tensor: Tensor) -> bool:
     """Whether the tensor-parallel axis divides it; FSDP leaves other tensors on the data axes alone."""
+    if not isinstance(tensor, DTensor):
+        return tensor.dim() > 0
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None, tensor.device_mesh
     return any(name == "tp" and not place.is_replicate() for name, place in zip(names, tensor.placements, strict=True))
@@ -169,7 +175,7 @@ def _of_several_stages(mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[str]:
     if mesh.pp.size == 1:
         return []
     assert mesh.pp.group is not None
-    names = on_every_rank(lambda: sorted(_distributed(tensors)))
+    names = on_every_rank(lambda: sorted(tensors))
     holders = Counter(name for rank in dist.get_process_group_ranks(mesh.pp.group) for name in names[rank])
     return sorted(name for name, count in holders.items() if count > 1)
 
@@ -185,8 +191,8 @@ def _describe(step: int, seen: Sequence[_Seen]) -> str:
     if len(lines) > _MOST_NAMED:
         lines = [*lines[:_MOST_NAMED], f"... and {len(lines) - _MOST_NAMED} more"]
     return (
-        f"step {step}: copies of a weight or a moment are no longer equal, although every rank makes the same update; "
-        "the memory or the processor of a rank may be faulty.\n"
+        f"step {step}: copies of a weight, a moment or a constant are no longer equal, although every rank makes the "
+        "same update; the memory or the processor of a rank may be faulty.\n"
         + "".join(f"  {line}\n" for line in lines)
         + "Nothing was saved after the newest checkpoint, whose copies were equal: test or replace that host, and "
         "start the same command again"

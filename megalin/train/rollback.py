@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pydantic
 
+from megalin.checkpoint.config import CheckpointConfig
 from megalin.checkpoint.index import first_problem
 from megalin.checkpoint.load import newest
-from megalin.checkpoint.manifest import Checkpoint
+from megalin.checkpoint.manifest import STATE_FILE, Checkpoint
+from megalin.checkpoint.publishing import remove_between
 from megalin.config import Config
 from megalin.data.skipped_batches import SkippedBatches
 from megalin.data.sources import SKIPPED_BATCHES, Training
@@ -19,7 +21,7 @@ from megalin.files import read_limited
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.in_flight import FinishedStep
 from megalin.train.run_folder import RunFolder
-from megalin.train.train_state import read_state
+from megalin.train.train_state import TrainState, read_state
 
 _LIMIT_BYTES = 1 << 24
 
@@ -100,8 +102,11 @@ class Rollbacks:
             self._write()
 
     def find(self, spike: FinishedStep) -> Checkpoint | None:
-        """The checkpoint to restore after a spike: the newest valid one before it; None if there is none yet. A
-        collective, after the save in flight.
+        """The checkpoint to restore after a spike: the newest valid one before it of those that the config schedules;
+        None if there is none yet. A collective, after the save in flight.
+
+        An unscheduled one, as after a SIGTERM, is passed over: an uninterrupted run does not have it, and would leave
+        out other batches.
 
         Raises:
             NumericError: the run has no rollback left.
@@ -114,16 +119,23 @@ class Rollbacks:
                 f"{self._most} allows no more; its update was left out, and the checkpoints are unchanged. Lower "
                 "optimizer.lr, look at the samples of the step, or raise train.max_rollbacks, and run the same command"
             )
-        checkpoint = newest(self._run.checkpoints, before=spike.step)
-        if checkpoint is not None and read_state(checkpoint).order is not None:
-            return checkpoint
+        end = spike.step
+        while (checkpoint := newest(self._run.checkpoints, before=end)) is not None:
+            if (state := read_state(checkpoint)).order is not None and is_scheduled(state):
+                return checkpoint
+            end = checkpoint.step
         if rank() == 0:
             _log.warning("no checkpoint before step %d to roll back to: the run goes on after it", spike.step)
         return None
 
     def add(self, checkpoint: Checkpoint, spike: FinishedStep, data: Training) -> Training:
         """Writes a rollback to the disk, and returns the data without the batches from the checkpoint to the spike; a
-        collective. Raises StorageError on every rank."""
+        collective. Raises StorageError on every rank.
+
+        Checkpoints in between are removed first: they have updates by batches that the run leaves out from now on, so
+        that it could neither resume from them nor save these steps again.
+        """
+        on_rank_zero(lambda: remove_between(self._run.checkpoints, checkpoint.step, spike.step))
         first, last = data.skipped.batch(checkpoint.step + 1), spike.launched.batch
         loss, norm = spike.result.loss, spike.result.grad_norm
         rollback = Rollback(
@@ -133,18 +145,35 @@ class Rollbacks:
         self._write()
         return data._replace(skipped=data.skipped.union(rollback.window))
 
-    def describe_last(self) -> str:
-        """Message for people about the last rollback."""
+    def report_last(self) -> None:
+        """Logs a warning on rank 0 about the last rollback."""
         last = self._done[-1]
-        return (
-            f"rolled back from step {last.spike_step} to the checkpoint of step {last.step}: batches "
-            f"{last.first_batch} to {last.last_batch} of the sample order are left out (rollback {len(self._done)} of "
-            f"train.max_rollbacks = {self._most})"
-        )
+        if rank() == 0:
+            _log.warning(
+                "rolled back from step %d to the checkpoint of step %d: batches %d to %d of the sample order are left "
+                "out (rollback %d of train.max_rollbacks = %d)",
+                *(last.spike_step, last.step, last.first_batch, last.last_batch, len(self._done), self._most),
+            )
 
     def _write(self) -> None:
         content = _Content(rollbacks=self._done).model_dump(mode="json")
         on_rank_zero(lambda: self._run.write_json(self._run.rollbacks, content))
+
+
+def is_scheduled(state: TrainState) -> bool:
+    """Whether a checkpoint was saved where its config schedules one, and not only where its process was stopped.
+
+    Raises:
+        CheckpointError: its config has another form.
+    """
+    try:
+        table = {name: state.config["checkpoint"][name] for name in ("every_steps", "keep_steps")}
+        return CheckpointConfig.model_validate(table).is_scheduled(state.step)
+    except (KeyError, TypeError, pydantic.ValidationError):
+        raise CheckpointError(
+            f"{STATE_FILE} of step {state.step}: its config has no checkpoint.every_steps and keep_steps; restore it, "
+            "or move the checkpoint away"
+        ) from None
 
 
 def skipped_before(checkpoint: Checkpoint) -> SkippedBatches:

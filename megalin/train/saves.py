@@ -63,13 +63,21 @@ class RunSaves:
                 tensors=tensors,
                 state=checkpoint_state(self._config, data, step, self._resumption),
                 keep_latest=self._config.checkpoint.keep_latest,
-                keep_steps=self._config.checkpoint.keep_steps,
+                keep_steps=self._kept_steps(step),
                 verified=self._verified,
             )
             if self._saver is None or wait:
                 save_now(publication, tensors)
             elif (copied := self._saver.start(publication, tensors)) is not None:
                 self._engine.wait_before_update(copied)
+
+    def _kept_steps(self, step: int) -> list[int]:
+        """Steps whose checkpoints stay: those of the config, and, where this one is not scheduled, the newest scheduled
+        one, which a rollback would restore."""
+        checkpoint = self._config.checkpoint
+        if self._config.train.on_spike != "rollback" or not checkpoint.every_steps or checkpoint.is_scheduled(step):
+            return checkpoint.keep_steps
+        return [*checkpoint.keep_steps, step // checkpoint.every_steps * checkpoint.every_steps]
 
     def has_ended(self) -> bool:
         """Whether this rank's thread has ended with the save in flight; no collective."""

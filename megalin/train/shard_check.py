@@ -23,6 +23,7 @@ from megalin.data.shards.verification import (
     check_against_manifest,
     check_digests,
     describe_block,
+    digests_on_open,
     parse_record,
     read_blocks,
     record,
@@ -59,7 +60,8 @@ class VerifiedShards(NamedTuple):
 
 
 def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"], earlier: Path) -> VerifiedShards:
-    """Reads the .idx of each shard and blocks of its .bin again and compares their digests; a collective.
+    """Reads the .idx and label mask of each shard and blocks of its .bin again and compares their digests; a
+    collective.
 
     Ranks of one host with the same files share the reading. One all-gather of 64 bytes and one all-reduce of 64 bytes a
     block compare the ranks. Digests are never taken from a manifest: they are of the bytes that were read.
@@ -76,8 +78,8 @@ def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"
     if mode == "off" or not shards:
         return VerifiedShards({}, {}, "shards: not verified (data.verify = off)")
     started = time.perf_counter()
-    found = [ShardDigests(shard.index_digest(), shard.bin_bytes, {}) for shard in shards]
-    on_every_rank(lambda: _check_indexes(shards, found))
+    found: list[ShardDigests] = []
+    on_every_rank(lambda: found.extend(map(_check_open, shards)))
     sharing = _compare_indexes(shards, found)
     sample = sample_blocks(shards)
     blocks = all_blocks(shards) if mode == "full" else sample
@@ -95,14 +97,16 @@ def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"
     }
     line = (
         f"shards: {len(shards)} verified in {time.perf_counter() - started:.1f} s (data.verify = {mode}): all of each "
-        f".idx, {len(digests)} of {len(all_blocks(shards))} blocks of 16 MiB"
+        f".idx and label mask, {len(digests)} of {len(all_blocks(shards))} blocks of 16 MiB"
     )
     return VerifiedShards(records, kept, line)
 
 
-def _check_indexes(shards: Sequence[Shard], found: Sequence[ShardDigests]) -> None:
-    for shard, digests in zip(shards, found, strict=True):
-        check_against_manifest(shard, digests, of_bin=False)
+def _check_open(shard: Shard) -> ShardDigests:
+    """The digests of a shard without its .bin, compared with its manifest's."""
+    found = digests_on_open(shard)
+    check_against_manifest(shard, found, of_bin=False)
+    return found
 
 
 def _check_manifests(shards: Sequence[Shard], found: Sequence[ShardDigests]) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,3 +54,9 @@ def mask_bytes(bits: Sequence[bool]) -> bytes:
     for token, bit in enumerate(bits):
         packed[token // 8] |= bool(bit) << token % 8
     return b"MGLMASK1" + struct.pack("<Q", len(bits)) + bytes(packed)
+
+
+def assert_mask_is_sealed(prefix: Path | str) -> None:
+    """The manifest of the shard has the sha256 of its label mask's bytes on the disk."""
+    sealed = json.loads(Path(f"{prefix}.manifest.json").read_text())["digests"]["mask"]
+    assert sealed == hashlib.sha256(Path(f"{prefix}.mask.bin").read_bytes()).hexdigest()

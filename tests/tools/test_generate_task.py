@@ -8,6 +8,7 @@ from megalin.evaluation.tasks.mqar import MQAR
 from megalin.evaluation.tasks.registry import sequence_tasks
 from megalin.evaluation.tasks.sequence_task import split_seed
 from megalin.evaluation.tasks.state_tracking import S5
+from tests.data.shard_files import assert_mask_is_sealed
 from tools import generate_task
 
 
@@ -20,6 +21,7 @@ def _documents(prefix):
 
 def _assert_examples(prefix, task, seed, count):
     documents = _documents(prefix)
+    assert_mask_is_sealed(prefix)
     assert len(documents) == count
     for number, (tokens, label_mask) in enumerate(documents):
         expected = task.example(seed, number)

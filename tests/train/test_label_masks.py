@@ -188,6 +188,9 @@ def test_mask_that_changes_between_start_and_resume_is_refused(tmp_path):
     with process_group(CPU):
         train_here(config, tmp_path / "run", f"train.stop_after_steps={STOP}")
         mask.write_bytes(changed)
+        with pytest.raises(DataError, match=r"train\.mask\.bin: has sha256 \w+, but \S+train\.manifest\.json has"):
+            train_here(config, tmp_path / "new")
+        Path(f"{tmp_path}/data/train.manifest.json").unlink()
         with pytest.raises(ConfigError, match=message.format(some, some)):
             train_here(config, tmp_path / "run")
         mask.unlink()

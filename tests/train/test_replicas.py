@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,13 +22,22 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.tensor_parallel import local
 from megalin.train import replicas
 from megalin.train.build import build_model
-from megalin.train.replicas import ReplicaCheck
-from tests.model_runs import CPU, train_here, write_config
+from megalin.train.engine import FullyShardedEngine
+from megalin.train.pipeline_model import Pipeline
+from megalin.train.replicas import ReplicaCheck, distributed_tensors
+from megalin.train.step import PendingStep
+from tests.model_runs import CPU, DROPOUT, train_here, write_config
 from tests.ranks import run_ranks
 from tests.train.test_step import MODEL, OPTIMIZER
 
 MESHES = {
-    2: [ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(zero=0), ParallelConfig(cp=2, shard=1)],
+    2: [
+        ParallelConfig(tp=2),
+        ParallelConfig(zero=3),
+        ParallelConfig(pp=2, pp_stages_per_rank=2, pp_schedule="interleaved"),
+        ParallelConfig(zero=0),
+        ParallelConfig(cp=2, shard=1),
+    ],
     3: [ParallelConfig(shard=1)],
     4: [ParallelConfig(shard=2), ParallelConfig(tp=2, shard=1)],
 }
@@ -58,7 +68,7 @@ def _flip(x: Tensor, generator: random.Random) -> tuple[int, int]:
 def _flip_at(x: Tensor, element: int, bit: int) -> None:
     assert x.is_contiguous()
     flipped = 1 << bit if bit < 31 else -(1 << 31)
-    x.view(torch.int32).flatten()[element] ^= flipped
+    x.flatten().view(torch.int32)[element] ^= flipped
 
 
 def _found(check: ReplicaCheck, tensors: Mapping[str, Tensor]) -> str:
@@ -77,14 +87,20 @@ def messages_on(meshes: Sequence[ParallelConfig], flips: int) -> list[tuple[str,
     found = []
     for number, parallel in enumerate(meshes):
         mesh = Mesh(parallel, CPU)
-        config = ModelConfig.model_validate(MODEL.model_dump(mode="json") | {"tie_embeddings": True})
+        table = MODEL.model_dump(mode="json") | DROPOUT | {"tie_embeddings": True}
+        config = ModelConfig.model_validate(table | {"layers": [*table["layers"], *table["layers"]]})
         model = build_model(config, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
-        tensors = training_tensors(model, build_optimizer(model, OPTIMIZER, no_decay=()))
+        constants = model.constants() if isinstance(model, Pipeline) else dict(model.named_buffers())
+        assert {"seed", "site", "slopes"} == {name.partition(" ")[0].rpartition(".")[2] for name in constants}
+        tensors = distributed_tensors(training_tensors(model, build_optimizer(model, OPTIMIZER, no_decay=())))
+        tensors |= constants
         check, generator = ReplicaCheck(mesh, tensors), random.Random(number)
         assert _found(check, tensors) == ""
-        for _ in range(flips):
-            names = sorted({name for copies in check._copies for name in copies.names})
-            name, victim = generator.choice(names), generator.randrange(torch.distributed.get_world_size())
+        names = sorted({name for copies in check._copies for name in copies.names})
+        of_constants = [name for name in names if name in constants]
+        for flip in range(flips):
+            name = generator.choice(of_constants if flip % 3 == 0 and of_constants else names)
+            victim = generator.randrange(torch.distributed.get_world_size())
             place = generator.getrandbits(32)
             if torch.distributed.get_rank() == victim:
                 place = _flip(local(tensors[name]), random.Random(place))
@@ -105,11 +121,38 @@ def test_each_flipped_bit_is_found_on_every_rank_with_its_tensor(world_size, wit
     for name, victim, message in by_rank[0]:
         assert re.search(rf"step 7: copies of .*\n  {re.escape(name)}: ranks? [\d, ]*{victim}", message)
         if "no copy has a majority" not in message:
-            assert f"rank {victim} differs from 2 others" in message
+            assert re.search(rf"rank {victim} differs from [23] others", message)
             votes += 1
     # Of two copies none is known to be wrong; on tp 2 x 2 replicas a tensor that tp does not divide has four, and
     # those that share an axis with the wrong one are compared with it.
     assert {2: votes == 0, 3: votes == flips, 4: 0 < votes < flips}[world_size]
+
+
+def runs_with_another_slope(config: Path, root: Path) -> str:
+    """Message of a run in which rank 1's slope of a layer changes after the first step."""
+    launch = FullyShardedEngine.step
+
+    def step(engine: FullyShardedEngine, *arguments: Any, **options: Any) -> PendingStep:
+        pending = launch(engine, *arguments, **options)
+        if options["step"] == 1 and torch.distributed.get_rank() == 1:
+            slopes = next(each for name, each in engine.model.named_buffers() if name.endswith("slopes"))
+            slopes[2] *= 1.5
+        return pending
+
+    with patch.object(FullyShardedEngine, "step", step):
+        try:
+            train_here(config, root, "train.compare_replicas_every_steps=2")
+        except ReplicaError as error:
+            return str(error)
+    return ""
+
+
+def test_a_run_ends_where_a_constant_of_a_rank_changes_though_every_weight_is_sharded(tmp_path):
+    config = write_config(tmp_path, train={"steps": 4}, parallel={"zero": 3}, data={"validation": []})
+    first, second = run_ranks(2, runs_with_another_slope, config, tmp_path / "run")
+    assert first == second
+    assert re.match(r"step 2: copies of a weight, a moment or a constant are .*\n  \S*slopes: ranks 0, 1 differ", first)
+    assert ReplicaError.exit_code == 11
 
 
 class _Flip:

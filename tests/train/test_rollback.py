@@ -22,8 +22,10 @@ from megalin.errors import CheckpointError, ConfigError, NumericError, Preempted
 from megalin.train import spikes
 from megalin.train.config import load_run_config
 from megalin.train.engine import FullyShardedEngine
+from megalin.train.rollback import is_scheduled
 from megalin.train.spikes import SpikeGuard
 from megalin.train.step_data import StepData, StepReader
+from megalin.train.train_state import TrainState
 from tests.model_runs import (
     CPU,
     DROPOUT,
@@ -89,6 +91,39 @@ def without_the_window() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def preempted_before(batch: int) -> Iterator[None]:
+    """Sends SIGTERM before a batch of the sample order is read, so that the steps before it are saved."""
+    read = StepReader.read
+
+    def reading(reader: StepReader, number: int, **options: Any) -> StepData:
+        if number == batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(reader, number, **options)
+
+    with patch.object(StepReader, "read", reading), suppress(PreemptedError):
+        yield
+
+
+def _preempted(config: Path, root: Path) -> None:
+    """Runs that are stopped between a checkpoint and a spike, of which one is kept; "early" before the first one."""
+    options = [ROLLBACK, "checkpoint.keep_latest=1"]
+    with spikes_in(SPIKE), preempted_before(SPIKE):
+        train_here(config, root / "preempted", *options)
+    assert steps_saved(root / "preempted") == [RESTORED, SPIKE - 1]
+    with spikes_in(SPIKE, crash_at=SPIKE + 2), suppress(KeyboardInterrupt):
+        train_here(config, root / "preempted", *options)
+    assert steps_saved(root / "preempted") == [RESTORED]
+    with spikes_in(), preempted_before(SPIKE + 2):
+        train_here(config, root / "preempted", *options)
+    with spikes_in():
+        train_here(config, root / "preempted", *options)
+    with spikes_in(EARLY):
+        train_here(config, root / "early", ROLLBACK)
+        train_here(config, root / "early stopped", ROLLBACK, f"train.stop_after_steps={EARLY - 1}")
+        train_here(config, root / "early stopped", ROLLBACK)
+
+
 def _runs(config: Path, root: Path) -> str:
     with without_the_window():
         train_here(config, root / "expected")
@@ -150,6 +185,13 @@ def test_a_run_killed_after_a_rollback_continues_with_the_same_bits(runs):
     root, _ = runs
     assert_same(root / "killed", root / "expected")
     assert ledger(root / "killed") == ledger(root / "rolled")
+
+
+def test_a_run_stopped_between_a_checkpoint_and_a_spike_has_the_bits_of_one_that_was_not(runs, tmp_path):
+    run_ranks(1, _preempted, dropout_config(tmp_path), tmp_path)
+    assert_same(tmp_path / "preempted", runs[0] / "expected")
+    assert ledger(tmp_path / "preempted") == ledger(runs[0] / "rolled")
+    assert_same(tmp_path / "early stopped", tmp_path / "early")
 
 
 def test_the_ledger_checkpoints_and_events_show_what_was_left_out(runs):
@@ -292,3 +334,23 @@ def test_rollbacks_need_a_checkpoint_before_the_end_and_an_order_without_one(tmp
         with pytest.raises(ConfigError, match=message):
             load_run_config(config, [ROLLBACK, *overrides])
     load_run_config(config, [ROLLBACK, "checkpoint.every_steps=12", "checkpoint.keep_steps=[4]"])
+
+
+@pytest.mark.parametrize(
+    ("step", "table", "scheduled"),
+    [
+        (6, {"every_steps": 3, "keep_steps": []}, True),
+        (7, {"every_steps": 3, "keep_steps": []}, False),
+        (7, {"every_steps": 3, "keep_steps": [7]}, True),
+        (7, {"every_steps": None, "keep_steps": [6]}, False),
+    ],
+)
+def test_checkpoints_are_scheduled_by_their_own_config(step, table, scheduled):
+    config: dict[str, Any] = {"model": {}, "train": {}, "checkpoint": table | {"keep_latest": 1}}
+    state = TrainState(step=step, order={}, config=config, versions={})
+    assert is_scheduled(state) is scheduled
+    for broken in ({}, {"checkpoint": 7}, {"checkpoint": table | {"every_steps": "x"}}):
+        with pytest.raises(
+            CheckpointError, match=rf"of step {step}: its config has no checkpoint.every_steps and keep_ste"
+        ):
+            is_scheduled(state.model_copy(update={"config": broken}))

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from megalin.data.shards.indexed_dataset import Shard
+from megalin.data.shards.supervised import write_supervised_shard
 from megalin.data.shards.verification import sample_blocks
 from megalin.errors import DataError
 from megalin.train.shard_check import verify_shards
 from tests.data.shard_files import write_by_hand
-from tests.model_runs import train_here, write_config, write_shard
+from tests.model_runs import train_here, write_config
 from tests.ranks import run_ranks
 
 BLOCK = 64
@@ -37,8 +38,10 @@ def _flip(path: Path, byte: int) -> None:
 
 
 def _shard(folder: Path, *, manifest: bool) -> Path:
-    """100 blocks of 64 bytes."""
-    prefix = write_shard(folder / "x", [[k % 9] * 32 for k in range(100)])
+    """100 blocks of 64 bytes, with a label mask."""
+    prefix = folder / "x"
+    folder.mkdir(exist_ok=True)
+    write_supervised_shard(prefix, [([k % 9] * 32, [k % 2 == 0] * 32) for k in range(100)], vocab_size=9)
     if not manifest:
         Path(f"{prefix}.manifest.json").unlink()
     return prefix
@@ -71,6 +74,13 @@ def test_changes_since_the_shard_was_written_or_first_read_are_named(tmp_path, m
             with pytest.raises(DataError, match=rf"{block}, but .*{re.escape(where)} \w+ \(1 of the"):
                 _verify(prefix, mode, earlier)
         _flip(tmp_path / "x.bin", number * BLOCK + 5)
+    for byte in {16, 25, os.path.getsize(tmp_path / "x.mask.bin") - 1}:
+        _flip(tmp_path / "x.mask.bin", byte)
+        with pytest.raises(
+            DataError, match=rf"x\.mask\.bin: has sha256 \w+, but .*{re.escape(where)} \w+: the file was"
+        ):
+            _verify(prefix, mode, earlier)
+        _flip(tmp_path / "x.mask.bin", byte)
     _flip(tmp_path / "x.idx", os.path.getsize(tmp_path / "x.idx") - 16)  # moves a document boundary
     with pytest.raises(DataError, match=rf"x\.idx: has sha256 \w+, but .*{re.escape(where)} \w+: the file was changed"):
         _verify(prefix, mode, earlier)

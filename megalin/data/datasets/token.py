@@ -13,8 +13,7 @@ import numpy.typing as npt
 from megalin._index import build_sample_index
 from megalin.data.batch import Batch, pack
 from megalin.data.config import DataConfig, SplitName
-from megalin.data.shards.indexed_dataset import Shard
-from megalin.data.shards.label_mask import label_mask_path
+from megalin.data.shards.indexed_dataset import Shard, manifest_path
 from megalin.data.shards.manifest import read_manifest
 from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import DataError
@@ -205,7 +204,7 @@ def _check_labels(config: DataConfig, split: SplitName, parts: Sequence[tuple[Sh
     if masks:
         raise DataError(
             f"{', '.join(masks)}: no token of the {split} split{config.held_out()} counts as a label; write masks with "
-            "the tokens to predict, or remove them so that every token counts"
+            "the tokens to predict, or remove them and the manifests of their shards so that every token counts"
         )
 
 
@@ -215,7 +214,7 @@ def refuse_label_masks(parts: Sequence[tuple[Shard, int, int]], setting: str) ->
         if shard.label_mask is not None:
             raise DataError(
                 f"{shard.label_mask.path}: {setting} does not support label masks; use next-token samples in "
-                'data.order = "megalin", or remove the mask so that every token counts as a label'
+                'data.order = "megalin", or remove the mask and the manifest of the shard so that every token counts'
             )
 
 
@@ -247,18 +246,17 @@ def check_tokenizer(config: DataConfig, vocab_size: int) -> str | None:
 
 
 def _check_manifest(shard: Shard, config: DataConfig, digest: str | None) -> None:
-    """Compares the tokenizer of the shard's manifest, if there is one, with the run's; warns of a missing label mask.
+    """Compares the tokenizer and label mask of the shard's manifest, if there is one, with the run's and its own.
 
     Raises:
-        DataError: the tokenizers differ, or `data.special_tokens` and the special tokens of the shard.
+        DataError: the tokenizers differ, or `data.special_tokens` and the special tokens of the shard; or one of shard
+            and manifest has a label mask, and the other not.
     """
     manifest = read_manifest(shard)
-    if manifest is not None and manifest.label_tokens is not None and shard.label_mask is None:
-        _log.warning(
-            "%s: written with a label mask of %d tokens, but %s is missing; every token counts as a label",
-            shard.prefix,
-            manifest.label_tokens,
-            label_mask_path(shard.prefix),
+    if shard.label_mask is not None and manifest is not None and manifest.digests is not None and not manifest.has_mask:
+        raise DataError(
+            f"{shard.label_mask.path}: by {manifest_path(shard.prefix)} the shard was written without a label mask; "
+            f"remove it, or, if it was added on purpose, store its digest: megalin data inspect {shard.prefix} --digest"
         )
     made_by = None if manifest is None else manifest.tokenizer
     if made_by is not None and digest is not None and made_by.digest != digest:

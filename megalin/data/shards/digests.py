@@ -1,4 +1,5 @@
-"""Digests of a shard: sha256 of each 16 MiB block of its .bin and of its whole .idx, computed as they are written."""
+"""Digests of a shard: sha256 of each 16 MiB block of its .bin, of its whole .idx and of its label mask, computed as
+they are written."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ class ShardDigests(NamedTuple):
     """Size of the .bin."""
     blocks: dict[int, str]
     """sha256 of blocks of the .bin by their number: of all blocks, or of a sample."""
+    mask: str | None = None
+    """sha256 of the whole label mask; None: there is none, or its digest is unknown."""
 
     def entry(self) -> dict[str, Any]:
         """The entry "digests" of a manifest; all blocks are known."""
@@ -30,6 +33,7 @@ class ShardDigests(NamedTuple):
             "bin_bytes": self.bin_bytes,
             "block_bytes": BLOCK_BYTES,
             "blocks": [self.blocks[number] for number in range(len(self.blocks))],
+            **({} if self.mask is None else {"mask": self.mask}),
         }
 
 
@@ -44,15 +48,15 @@ def parse_digests(entry: Mapping[str, Any]) -> ShardDigests:
     Raises:
         ValueError, KeyError, TypeError: it is no such entry, or one of another version.
     """
-    idx, bin_bytes, blocks = entry["idx"], entry["bin_bytes"], entry["blocks"]
+    idx, bin_bytes, blocks, mask = entry["idx"], entry["bin_bytes"], entry["blocks"], entry.get("mask")
     if (entry["algorithm"], entry["block_bytes"]) != (_ALGORITHM, BLOCK_BYTES):
         raise ValueError("digests by another rule")
     if type(bin_bytes) is not int or bin_bytes < 0 or type(blocks) is not list or len(blocks) != num_blocks(bin_bytes):
         raise ValueError("a list of blocks that does not fit the size")
-    for digest in (idx, *blocks):
+    for digest in (idx, *blocks, *([] if mask is None else [mask])):
         if type(digest) is not str or len(bytes.fromhex(digest)) != hashlib.sha256().digest_size:
             raise ValueError("not a sha256")
-    return ShardDigests(idx, bin_bytes, dict(enumerate(blocks)))
+    return ShardDigests(idx, bin_bytes, dict(enumerate(blocks)), mask)
 
 
 class BlockHasher:
@@ -77,10 +81,10 @@ class BlockHasher:
                 self._digests.append(self._state.hexdigest())
                 self._state, self._filled = hashlib.sha256(), 0
 
-    def digests(self, idx: str) -> ShardDigests:
-        """The digests of a shard with this .bin, and an .idx of the sha256 `idx`."""
+    def digests(self, idx: str, mask: str | None = None) -> ShardDigests:
+        """The digests of a shard with this .bin, an .idx of the sha256 `idx`, and a label mask of the sha256 `mask`."""
         last = [self._state.hexdigest()] if self._filled else []
-        return ShardDigests(idx, self._num_bytes, dict(enumerate([*self._digests, *last])))
+        return ShardDigests(idx, self._num_bytes, dict(enumerate([*self._digests, *last])), mask)
 
 
 class HashedFile:

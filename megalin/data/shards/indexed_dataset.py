@@ -236,7 +236,7 @@ def publish_shard(
 ) -> None:
     """Publishes the temporary .bin `tokens`, mask, manifest and .idx durably under their names, the .idx last.
 
-    The manifest holds the counts, the digests of .bin and .idx, and the entries of `manifest`.
+    The manifest holds the counts, the digests of .bin, .idx and mask, and the entries of `manifest`.
 
     Args:
         lengths: of the whole shard, in pieces that may be mapped: a few MiB are copied at a time.
@@ -256,10 +256,9 @@ def publish_shard(
             manifest_path(prefix).unlink(missing_ok=True)
             remove_label_mask(prefix)
         publish(tokens, bin_path(prefix))
-        if label_mask is not None:
-            label_mask.publish()
+        mask = None if label_mask is None else label_mask.publish()
         if blocks is not None:
-            digests = blocks.digests(hashed.hexdigest())
+            digests = blocks.digests(hashed.hexdigest(), mask)
             counts = {
                 "documents": sum(len(piece) for piece, _ in documents) - 1,
                 "sequences": sum(len(piece) for piece in lengths),

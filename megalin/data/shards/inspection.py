@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megalin.data.shards.digests import ShardDigests
 from megalin.data.shards.indexed_dataset import Shard, bin_path, idx_path, write_manifest
 from megalin.data.shards.manifest import read_manifest
-from megalin.data.shards.verification import all_blocks, check_against_manifest, read_blocks
+from megalin.data.shards.verification import all_blocks, check_against_manifest, digests_on_open, read_blocks
 from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.files import open_input
 
@@ -103,17 +102,19 @@ def digest_shard(prefix: str | Path) -> Literal["verified", "added"]:
         StorageError: the manifest cannot be written.
     """
     with Shard(prefix) as shard:
-        digests = ShardDigests(shard.index_digest(), shard.bin_bytes, {})
+        digests = digests_on_open(shard)
         for block, value in read_blocks([shard], all_blocks([shard])).items():
             digests.blocks[block.number] = value
-        if check_against_manifest(shard, digests):
+        manifest, mask = read_manifest(shard), shard.label_mask
+        stored = None if manifest is None else manifest.digests
+        if check_against_manifest(shard, digests) and stored == digests:  # not so where that of the mask is missing
             return "verified"
-        manifest = read_manifest(shard)
         counts = {
             "documents": shard.num_documents,
             "sequences": shard.num_sequences,
             "tokens": shard.num_tokens,
             "dtype": shard.dtype.name,
+            **({} if mask is None else {"label_tokens": mask.count(0, shard.num_tokens)}),
         }
         write_manifest(prefix, {**counts, **({} if manifest is None else manifest.entries), "digests": digests.entry()})
         return "added"

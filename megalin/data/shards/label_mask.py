@@ -25,7 +25,10 @@ from megalin.files import open_input, open_temporary, publish, read_range, read_
 
 MAGIC = b"MGLMASK1"
 _HEADER = struct.Struct("<8sQ")  # magic, tokens N
-_REMEDY = "write the mask again together with its shard, or remove it so that every token counts as a label"
+_REMEDY = (
+    "write the mask again together with its shard, or remove it and the shard's manifest so that every token counts as "
+    "a label"
+)
 _BLOCK_BYTES = 1 << 20
 
 BoolArray = npt.NDArray[np.bool_]
@@ -68,6 +71,7 @@ class LabelMask:
         """
         self.path, self.num_tokens = label_mask_path(prefix), num_tokens
         self._bytes = _HEADER.size + -(-num_tokens // 8)
+        self._digest: str | None = None
         self._file = open_input(self.path, remedy=_REMEDY)
         try:
             self._check()
@@ -139,11 +143,13 @@ class LabelMask:
             yield self.read(position, min(8 * _BLOCK_BYTES, end - position))
 
     def digest(self) -> str:
-        """sha256, in hex, of the file's bytes. Raises DataError as `read`."""
-        state = hashlib.sha256()
-        for start in range(0, self._bytes, _BLOCK_BYTES):
-            state.update(self._read_bytes(start, min(_BLOCK_BYTES, self._bytes - start)))
-        return state.hexdigest()
+        """sha256, in hex, of the file's bytes as the first call reads them. Raises DataError as `read`."""
+        if self._digest is None:
+            state = hashlib.sha256()
+            for start in range(0, self._bytes, _BLOCK_BYTES):
+                state.update(self._read_bytes(start, min(_BLOCK_BYTES, self._bytes - start)))
+            self._digest = state.hexdigest()
+        return self._digest
 
     def close(self) -> None:
         """Closes the file; `read` fails afterwards."""
@@ -184,14 +190,19 @@ class LabelMaskWriter:
         with storage_errors(self._path):
             self._file.write(np.packbits(bits[:whole], bitorder="little").data)
 
-    def publish(self) -> None:
-        """Publishes the mask durably under its name. Raises StorageError."""
+    def publish(self) -> str:
+        """Publishes the mask durably under its name; returns the sha256, in hex, of its file. Raises StorageError."""
+        state = hashlib.sha256()
         with storage_errors(self._path):
             self._file.write(np.packbits(self._rest, bitorder="little").data)
             self._file.seek(0)
             self._file.write(_HEADER.pack(MAGIC, self.num_tokens))
+            self._file.seek(0)  # the header, which is written last, is hashed first
+            while block := self._file.read(_BLOCK_BYTES):
+                state.update(block)
         publish(self._file, self._path)
         self._file.close()
+        return state.hexdigest()
 
     def discard(self) -> None:
         """Removes the unpublished mask; harmless after `publish`."""

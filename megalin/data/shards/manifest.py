@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megalin.data.shards.digests import ShardDigests, parse_digests
 from megalin.data.shards.indexed_dataset import Shard, manifest_path
+from megalin.data.shards.label_mask import label_mask_path
 from megalin.errors import DataError
 from megalin.files import read_input
 
@@ -32,16 +33,22 @@ class ShardManifest(NamedTuple):
     label_tokens: int | None
     """Tokens that count as labels; None: the shard was written without a label mask."""
     digests: ShardDigests | None
-    """Digests of .bin and .idx as they were written; None in a manifest of an earlier version."""
+    """Digests of .bin, .idx and label mask as they were written; None in a manifest of an earlier version, which may
+    also have them without that of the mask."""
     entries: dict[str, Any]
     """All entries, as in the file."""
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the shard was written with a label mask."""
+        return self.label_tokens is not None or (self.digests is not None and self.digests.mask is not None)
 
 
 def read_manifest(shard: Shard) -> ShardManifest | None:
     """Reads the manifest of `shard`; None where it has none.
 
     Raises:
-        DataError: not a manifest, or one of other tokens.
+        DataError: not a manifest, one of other tokens, or one of a shard whose label mask is missing.
     """
     path = manifest_path(shard.prefix)
     if not path.exists():
@@ -58,4 +65,10 @@ def read_manifest(shard: Shard) -> ShardManifest | None:
         raise DataError(f"{path}: not a manifest of a shard; {_REMEDY}") from None
     if tokens != shard.num_tokens:
         raise DataError(f"{path}: expected {shard.num_tokens} tokens, as in its shard; found {tokens}; {_REMEDY}")
-    return ShardManifest(tokenizer, label_tokens, digests, entries)
+    manifest = ShardManifest(tokenizer, label_tokens, digests, entries)
+    if manifest.has_mask and shard.label_mask is None:
+        raise DataError(
+            f"{label_mask_path(shard.prefix)}: missing, but by {path} the shard was written with a label mask, without "
+            "which other tokens are learnt; restore it, or remove the manifest too so that every token is a label"
+        )
+    return manifest

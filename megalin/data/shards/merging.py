@@ -213,12 +213,12 @@ def _manifest(parts: Sequence[DocumentRange]) -> dict[str, Any]:
     """Entries of the new shard's manifest: the tokenizer, if those of all parts are known, and the parts.
 
     Raises:
-        DataError: their tokenizers differ.
+        DataError: their tokenizers differ, or a label mask is missing.
     """
     entries = {"parts": [[str(part.shard.prefix), part.first, part.end] for part in parts]}
     found: list[ShardTokenizer] = []
-    for part in parts:
-        manifest = read_manifest(part.shard)
+    manifests = [read_manifest(part.shard) for part in parts]
+    for part, manifest in zip(parts, manifests, strict=True):
         if manifest is None or manifest.tokenizer is None:
             return entries
         found.append(manifest.tokenizer)

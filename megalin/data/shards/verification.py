@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megalin.data.shards.digests import BLOCK_BYTES, ShardDigests, num_blocks
 from megalin.data.shards.indexed_dataset import Shard, bin_path, idx_path, manifest_path
+from megalin.data.shards.label_mask import label_mask_path
 from megalin.data.shards.manifest import read_manifest
 from megalin.errors import DataError
 
@@ -84,6 +85,12 @@ def read_blocks(
         return {block: digest for block, digest in zip(blocks, pool.map(read, blocks), strict=True) if digest}
 
 
+def digests_on_open(shard: Shard) -> ShardDigests:
+    """Digests of a shard's .idx and label mask, without blocks of its .bin. Raises DataError if the mask fails."""
+    mask = None if shard.label_mask is None else shard.label_mask.digest()
+    return ShardDigests(shard.index_digest(), shard.bin_bytes, {}, mask)
+
+
 def same_files_key(shards: Iterable[Shard]) -> bytes:
     """32 bytes that are equal for processes of one host that opened the very same files, unchanged in between."""
     files = [
@@ -98,7 +105,7 @@ def same_files_key(shards: Iterable[Shard]) -> bytes:
 def check_digests(
     prefix: Path, found: ShardDigests, stored: ShardDigests, where: str, remedy: str, *, of_bin: bool = True
 ) -> None:
-    """Compares the digests of a shard with stored ones: those of blocks that both have.
+    """Compares the digests of a shard with stored ones: those of blocks, and of a label mask, that both have.
 
     Args:
         where: the place of the stored ones, for the message.
@@ -114,6 +121,11 @@ def check_digests(
     path = bin_path(prefix)
     if found.bin_bytes != stored.bin_bytes:
         raise DataError(f"{path}: has {found.bin_bytes} bytes, but {where} has {stored.bin_bytes}; {remedy}")
+    if found.mask != stored.mask and None not in (found.mask, stored.mask):
+        raise DataError(
+            f"{label_mask_path(prefix)}: has sha256 {found.mask}, but {where} has {stored.mask}: the file was changed; "
+            f"{remedy}"
+        )
     common = sorted(found.blocks.keys() & stored.blocks.keys()) if of_bin else []
     differing = [number for number in common if found.blocks[number] != stored.blocks[number]]
     if differing:
@@ -149,10 +161,12 @@ def record(digests: ShardDigests) -> dict[str, Any]:
     """JSON of digests, with a root over all of them."""
     blocks = {str(number): digests.blocks[number] for number in sorted(digests.blocks)}
     content = {"idx": digests.idx, "bin_bytes": digests.bin_bytes, "blocks": blocks}
+    content |= {} if digests.mask is None else {"mask": digests.mask}
     return {"root": hashlib.sha256(json.dumps(content).encode()).hexdigest(), **content}
 
 
 def parse_record(value: Mapping[str, Any]) -> ShardDigests:
     """Inverse of `record`. Raises ValueError, KeyError, TypeError or AttributeError for other JSON."""
     blocks = {int(number): str(digest) for number, digest in value["blocks"].items()}
-    return ShardDigests(str(value["idx"]), int(value["bin_bytes"]), blocks)
+    mask = value.get("mask")
+    return ShardDigests(str(value["idx"]), int(value["bin_bytes"]), blocks, None if mask is None else str(mask))

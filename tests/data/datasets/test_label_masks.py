@@ -11,9 +11,12 @@ from megalin.data.batch import IGNORED_LABEL
 from megalin.data.config import DataConfig
 from megalin.data.datasets.token import TokenDataset
 from megalin.data.loader import ValidationLoader
+from megalin.data.shards.inspection import digest_shard
+from megalin.data.shards.supervised import write_supervised_shard
 from megalin.data.sources import LABEL_MASKS, open_dataset, open_training
 from megalin.errors import DataError
 from tests.data.shard_files import mask_bytes, write_by_hand
+from tests.model_runs import write_shard
 
 VOCAB = 1000
 MASKING = {"cls_token": 990, "sep_token": 991, "mask_token": 992, "pad_token": 993, "max_predictions": 3}
@@ -103,23 +106,44 @@ def test_split_without_a_label_is_refused(tmp_path):
     TokenDataset.open(_config(masked, unmasked, validation_fraction=0.5), "validation", VOCAB).close()
 
 
-def test_mask_that_was_left_behind_is_reported(tmp_path, caplog):
-    prefix = _write(tmp_path / "x", [[1, 2, 3, 4, 5, 6]], [False] * 5 + [True])
-    manifest = {"tokens": 6, "tokenizer": {"digest": "d"}, "label_tokens": 1}
-    Path(f"{prefix}.manifest.json").write_text(json.dumps(manifest))
-    TokenDataset.open(_config(prefix), "train", VOCAB).close()
-    assert caplog.text == ""
-    Path(f"{prefix}.mask.bin").unlink()
-    with TokenDataset.open(_config(prefix), "train", VOCAB) as dataset:
-        assert dataset.batch(np.array([0])).labels.tolist() == [[2, 3, 4, 5]]
-    assert "x: written with a label mask of 1 tokens, but" in caplog.text
-    assert "x.mask.bin is missing; every token counts as a label" in caplog.text
+def test_mask_that_was_left_behind_or_added_is_refused(tmp_path):
+    prefix = tmp_path / "x"
+    pair = [([1, 2, 3, 4, 5, 6], [False] * 5 + [True])]
+    manifest, mask = Path(f"{prefix}.manifest.json"), Path(f"{prefix}.mask.bin")
+    write_supervised_shard(prefix, pair, vocab_size=VOCAB)
+    sealed, bits = json.loads(manifest.read_text()), mask.read_bytes()
+    TokenDataset.open(_config(str(prefix)), "train", VOCAB).close()
+    mask.unlink()
+    earlier = {"tokens": 6, "tokenizer": {"digest": "d"}, "label_tokens": 1}
+    for content in (sealed, earlier):
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(
+            DataError,
+            match=r"x\.mask\.bin: missing, but by \S+x\.manifest\.json the shard was written with a label mask, "
+            r"without which other tokens are learnt; restore it, or remove the manifest too so that every token is a",
+        ):
+            TokenDataset.open(_config(str(prefix)), "train", VOCAB)
+    write_shard(prefix, [pair[0][0]])
+    mask.write_bytes(bits)
+    with pytest.raises(
+        DataError,
+        match=r"x\.mask\.bin: by \S+x\.manifest\.json the shard was written without a label mask; remove it, or, if it "
+        r"was added on purpose, store its digest: megalin data inspect \S+x --digest",
+    ):
+        TokenDataset.open(_config(str(prefix)), "train", VOCAB)
+    digest_shard(prefix)
+    TokenDataset.open(_config(str(prefix)), "train", VOCAB).close()
+    for content in (earlier, {"tokens": 6}):  # what earlier versions wrote beside the mask
+        manifest.write_text(json.dumps(content))
+        TokenDataset.open(_config(str(prefix)), "train", VOCAB).close()
 
 
 def test_orders_and_samples_that_have_no_masks_refuse_them(tmp_path):
     prefix = _write(tmp_path / "x", [[1, 2, 3, 4, 5, 6]] * 5, [True] * 30)
     config = _config(prefix, order="megatron")
-    remedy = r'use next-token samples in data.order = "megalin", or remove the mask so that every token counts'
+    remedy = (
+        'use next-token samples in data.order = "megalin", or remove the mask and the manifest of the shard so that'
+    )
     with pytest.raises(
         DataError, match=rf'x\.mask\.bin: data.order = "megatron" does not support label masks; {remedy}'
     ):

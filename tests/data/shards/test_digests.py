@@ -23,27 +23,30 @@ def _small_blocks(monkeypatch):
         monkeypatch.setattr(f"megalin.data.shards.{name}.BLOCK_BYTES", BLOCK)
 
 
-def _write(prefix: Path, documents: int = 9) -> Path:
-    with ShardWriter(prefix, np.dtype(np.uint16)) as writer:
+def _write(prefix: Path, documents: int = 9, *, label_mask: bool = False) -> Path:
+    with ShardWriter(prefix, np.dtype(np.uint16), label_mask=label_mask) as writer:
         for number in range(documents):
-            writer.add_sequence(np.arange(number))
+            writer.add_sequence(np.arange(number), np.arange(number) % 3 == 0 if label_mask else None)
             writer.end_document()
         writer.publish()
     return prefix
 
 
 def _on_disk(prefix: Path) -> ShardDigests:
-    tokens = Path(f"{prefix}.bin").read_bytes()
+    tokens, mask = Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.mask.bin")
     blocks = [tokens[start : start + BLOCK] for start in range(0, len(tokens), BLOCK)]
     return ShardDigests(
         hashlib.sha256(Path(f"{prefix}.idx").read_bytes()).hexdigest(),
         len(tokens),
         {number: hashlib.sha256(block).hexdigest() for number, block in enumerate(blocks)},
+        None if not mask.exists() else hashlib.sha256(mask.read_bytes()).hexdigest(),
     )
 
 
-def test_every_writer_stores_the_digests_of_its_files(tmp_path):
-    first, second = _write(tmp_path / "a"), _write(tmp_path / "b", documents=4)
+@pytest.mark.parametrize("masks", [0, 1, 2])
+def test_every_writer_stores_the_digests_of_its_files(tmp_path, masks):
+    first = _write(tmp_path / "a", label_mask=masks > 0)
+    second = _write(tmp_path / "b", documents=4, label_mask=masks > 1)
     merge_shards([first, second], tmp_path / "all")
     split_shard(tmp_path / "all", [tmp_path / "p", tmp_path / "q"], [1, 1])
     for name in ("a", "b", "all", "p", "q"):
@@ -53,6 +56,7 @@ def test_every_writer_stores_the_digests_of_its_files(tmp_path):
                 shard.index_digest(),
                 shard.bin_bytes,
                 {number: shard.block_digest(number) for number in range(num_blocks(shard.bin_bytes))},
+                None if shard.label_mask is None else shard.label_mask.digest(),
             )
         assert manifest is not None
         assert manifest.digests == found == _on_disk(tmp_path / name)
@@ -79,6 +83,8 @@ def test_blocks_do_not_depend_on_how_bytes_arrive(sizes):
         {"idx": "00"},
         {"idx": "z" * 64},
         {"idx": 7},
+        {"mask": 7},
+        {"mask": "00"},
         None,
     ],
 )
@@ -114,3 +120,24 @@ def test_digests_are_added_to_a_shard_without_and_verified_afterwards(tmp_path, 
     tokens.write_bytes(tokens.read_bytes()[:-1] + b"\x01")
     with pytest.raises(DataError, match=r"x\.bin: block 7 \(bytes 70 to 72\) has sha256 \w+, but .*manifest"):
         digest_shard(prefix)
+
+
+def test_digest_of_a_label_mask_is_added_to_a_manifest_without_and_verified_afterwards(tmp_path):
+    prefix = _write(tmp_path / "x", label_mask=True)
+    path, mask = Path(f"{prefix}.manifest.json"), Path(f"{prefix}.mask.bin")
+    written = json.loads(path.read_text())
+    earlier = written | {"digests": {name: value for name, value in written["digests"].items() if name != "mask"}}
+    for before in (earlier, {name: value for name, value in earlier.items() if name != "label_tokens"}):
+        path.write_text(json.dumps(before))
+        assert digest_shard(prefix) == "added"
+        assert json.loads(path.read_text()) == written
+    assert digest_shard(prefix) == "verified"
+    mask.write_bytes(mask.read_bytes()[:-1] + b"\x00")
+    with pytest.raises(DataError, match=r"x\.mask\.bin: has sha256 \w+, but .*manifest\.json has \w+: the file was ch"):
+        digest_shard(prefix)
+    mask.unlink()
+    for read in (digest_shard, lambda prefix: merge_shards([prefix], tmp_path / "merged")):
+        with pytest.raises(
+            DataError, match=r"x\.mask\.bin: missing, but by \S+x\.manifest\.json the shard was written with"
+        ):
+            read(prefix)

@@ -14,6 +14,7 @@ import pytest
 from megalin.__main__ import data_command
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.manifest import read_manifest
+from tests.data.shard_files import assert_mask_is_sealed
 
 END = 50256
 DOCUMENTS = [[5, 6, 7, END], [END], [8, 9, END], [50000]]
@@ -121,6 +122,7 @@ def test_loss_of_datatrove_becomes_a_label_mask(tmp_path: Path):
         manifest = read_manifest(shard)
     assert manifest is not None
     assert manifest.label_tokens == 5
+    assert_mask_is_sealed(tmp_path / "out")
 
 
 def test_empty_files_of_datatrove_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -93,9 +93,7 @@ def test_shard_without_a_mask_counts_every_token(tmp_path):
 )
 def test_mask_that_does_not_match_its_shard_is_refused(tmp_path, data, message):
     prefix = _masked(tmp_path / "x", [True] * 10, data)
-    with pytest.raises(
-        DataError, match=rf"x\.mask\.bin: {message}; write the mask again .*, or remove it so that every"
-    ):
+    with pytest.raises(DataError, match=rf"x\.mask\.bin: {message}; write the mask again .*, or remove it and the"):
         Shard(prefix)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from megalin.data.shards import merging
 from megalin.data.shards.indexed_dataset import Shard, ShardWriter
 from megalin.data.shards.merging import concatenate, merge_shards, split_shard
 from megalin.errors import ConfigError, DataError
-from tests.data.shard_files import index_bytes, mask_bytes, write_by_hand
+from tests.data.shard_files import assert_mask_is_sealed, index_bytes, mask_bytes, write_by_hand
 from tools import merge_shards as tool
 
 
@@ -99,6 +100,7 @@ def test_masks_are_copied_across_the_borders_of_bytes(tmp_path: Path, monkeypatc
         assert (folder / "all.mask.bin").read_bytes() == mask_bytes(bits)
         concatenate(shards, folder / "again", np.dtype("uint16"), {}, label_mask=True)
         assert (folder / "again.mask.bin").read_bytes() == mask_bytes(bits)
+        assert_mask_is_sealed(folder / "again")
         split_shard(folder / "all", [folder / "p0", folder / "p1", folder / "p2"], [3, 4, 5])
         merge_shards([folder / "p0", folder / "p1", folder / "p2"], folder / "whole")
         assert (folder / "whole.mask.bin").read_bytes() == mask_bytes(bits)
@@ -120,7 +122,9 @@ def test_manifest_has_the_tokenizer_where_all_have_one(shards: list[Path], tmp_p
     assert manifest["parts"] == [[str(shards[0]), 0, 3], [str(shards[2]), 0, 2]]
     Path(f"{shards[2]}.mask.bin").write_bytes(mask_bytes([False]))
     merge_shards([shards[0], shards[2]], tmp_path / "masked")
-    assert json.loads((tmp_path / "masked.manifest.json").read_text()) == manifest | {"label_tokens": 6}
+    sealed = manifest["digests"] | {"mask": hashlib.sha256(mask_bytes([True] * 6 + [False])).hexdigest()}
+    expected = manifest | {"label_tokens": 6, "digests": sealed}
+    assert json.loads((tmp_path / "masked.manifest.json").read_text()) == expected
     merge_shards([shards[0], shards[3]], tmp_path / "unknown")
     assert "tokenizer" not in json.loads((tmp_path / "unknown.manifest.json").read_text())
 

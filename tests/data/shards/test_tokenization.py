@@ -20,7 +20,7 @@ from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.tokenization import PreprocessOptions, preprocess
 from megalin.data.tokenizers.tokenizer import BytePairTrainer, ByteTokenizer, TokenizerFiles
 from megalin.errors import ConfigError, DataError
-from tests.data.shard_files import index_bytes, mask_bytes
+from tests.data.shard_files import assert_mask_is_sealed, index_bytes, mask_bytes
 
 
 def _options(tmp_path, **values):
@@ -67,6 +67,7 @@ def test_supervised_shard_is_the_golden_one(tmp_path):
     assert Path(f"{report.prefixes[0]}.mask.bin").read_bytes() == mask_bytes(bits)
     manifest = json.loads(Path(f"{report.prefixes[0]}.manifest.json").read_text())
     assert (manifest["prompt_key"], manifest["label_tokens"], manifest["tokens"]) == ("q", 8, 11)
+    assert_mask_is_sealed(report.prefixes[0])
 
 
 def test_each_key_has_its_own_mask_after_the_same_prompt(tmp_path):
@@ -85,6 +86,7 @@ def test_masks_of_parts_are_joined_and_none_is_written_without_prompts(tmp_path,
     report = preprocess([path], _options(tmp_path, json_keys=["a"], prompt_key="q", append_eod=True))
     bits = [bit for k in range(300) if k % 5 for bit in [0] * (k % 7) + [1] * (k % 5 + 1)]
     assert (tmp_path / "out_a_document.mask.bin").read_bytes() == mask_bytes(bits)
+    assert_mask_is_sealed(tmp_path / "out_a_document")
     assert report.label_tokens == sum(bits)
     report = preprocess([path], _options(tmp_path, json_keys=["a"]))
     assert report.label_tokens is None
