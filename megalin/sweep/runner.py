@@ -133,24 +133,20 @@ def run_sweep(
         on_result: called with each result, the number of runs without one, and all results.
 
     Raises:
-        ConfigError: processes below 1, a time limit that is not positive, or files of the sweep that have
-            changed since its first start.
+        ConfigError: processes below 1, a time limit that is not positive, or files that changed since the first start.
         DataError: the folder's file of results is damaged.
         StorageError: the folder cannot be written.
     """
-    if processes < 1:
-        raise ConfigError(f"processes = {processes}: use at least 1")
-    if time_limit is not None and time_limit <= 0:
-        raise ConfigError(f"time limit = {time_limit}: use a positive number of seconds, or leave it out")
+    _check_arguments(processes, time_limit)
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     deadline = math.inf if time_limit is None else time.perf_counter() + time_limit
     sweep, restarted = freeze(sweep, folder, restart_changed=restart_changed)
-    overrides = {cell.name: cell.overrides for cell in all_cells(sweep) if cell.name not in restarted}
-    results = read_results(folder, overrides)
+    results = read_results(
+        folder, {each.name: each.overrides for each in all_cells(sweep) if each.name not in restarted}
+    )
     slot_environments = environments(processes)
     slots: list[_Running | None] = [None] * processes
-
     with ended_with(slots), PreemptionHandler() as preemption:
         left, changed = math.inf, True
         while changed or any(slots):
@@ -173,6 +169,13 @@ def run_sweep(
                     on_result(result, missing, _in_order(sweep, results))
             time.sleep(_POLL_SECONDS)
     return _in_order(sweep, results)
+
+
+def _check_arguments(processes: int, time_limit: float | None) -> None:
+    if processes < 1:
+        raise ConfigError(f"processes = {processes}: use at least 1")
+    if time_limit is not None and time_limit <= 0:
+        raise ConfigError(f"time limit = {time_limit}: use a positive number of seconds, or leave it out")
 
 
 def _in_order(sweep: Sweep, results: Mapping[str, Result]) -> list[Result]:

@@ -33,14 +33,14 @@ from megalin.train.identity_file import value_text
 
 _SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".toml")
 _KERNEL_MODULES = ("triton", "megalin._C", "apex")
-_EXTENSIONS = {"megalin._index": "csrc/cpu", "megalin._C": "csrc/cuda"}
+_EXTENSIONS = {"_index": "csrc/cpu", "_C": "csrc/cuda"}
 """Folder of the sources of each extension in a checkout."""
 _NOT_COMPARED = ("MEGALIN_CACHE", "MEGALIN_HEARTBEATS", "MEGALIN_MIXERS")  # change no number
 _EVERY_STEP = 10**12  # the most that a run may have
 _MOST_LINES = 8
 
 
-class Entry(NamedTuple):
+class IdentityEntry(NamedTuple):
     """A value of the identity."""
 
     value: Any
@@ -58,17 +58,17 @@ class Difference(NamedTuple):
     change: Change
 
 
-def config_entries(config: RunConfig) -> dict[str, Entry]:
+def config_entries(config: RunConfig) -> dict[str, IdentityEntry]:
     """Every key of a run's config under its dotted name; the blocks of the model are written out."""
     return dict(_entries("", config, None))
 
 
-def model_entries(model: AnyModelConfig) -> dict[str, Entry]:
+def model_entries(model: AnyModelConfig) -> dict[str, IdentityEntry]:
     """The keys of `config_entries` for the model alone."""
     return dict(_entries("model", model, None))
 
 
-def _entries(name: str, value: Any, change: Change | None) -> Iterator[tuple[str, Entry]]:
+def _entries(name: str, value: Any, change: Change | None) -> Iterator[tuple[str, IdentityEntry]]:
     if isinstance(value, Config):
         for key, field in type(value).model_fields.items():
             own = next((mark.change for mark in field.metadata if isinstance(mark, OnChange)), type(value).on_change)
@@ -79,12 +79,12 @@ def _entries(name: str, value: Any, change: Change | None) -> Iterator[tuple[str
                 yield from _entries(f"{name}.{key}" if name else key, getattr(value, key), own)
     elif isinstance(value, list) and value and isinstance(value[0], Config | list):
         assert change is not None, name
-        yield name, Entry(len(value), change)
+        yield name, IdentityEntry(len(value), change)
         for number, item in enumerate(value):
             yield from _entries(f"{name}.{number}", item, change)
     else:
         assert change is not None, f"{name}: declare the consequence of another value, by Config.on_change or OnChange"
-        yield name, Entry(value, change)
+        yield name, IdentityEntry(value, change)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -100,31 +100,31 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def program_entries() -> dict[str, Entry]:
+def program_entries() -> dict[str, IdentityEntry]:
     """The installation of this process, so far as it changes what is computed: code, versions, extensions, kernels."""
     found = {f"version of {name}": str(version) for name, version in versions().items()}
     found |= {
         name: value for name, value in os.environ.items() if name.startswith("MEGALIN_") and name not in _NOT_COMPARED
     }
     found |= {f"{name} for kernels": "installed" for name in _KERNEL_MODULES if importlib.util.find_spec(name)}
-    found |= {f"sources of {name}": built for name in _EXTENSIONS if (built := _built_from(name)) is not None}
+    found |= {f"sources of megalin.{name}": built for name in _EXTENSIONS if (built := _built_from(name)) is not None}
     if torch.cuda.is_available():
         found["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
     found["code of megalin"] = code_digest()
-    return {name: Entry(value, "reported") for name, value in found.items()}
+    return {name: IdentityEntry(value, "reported") for name, value in found.items()}
 
 
-def run_entries(config: RunConfig, validation: Dataset[Any] | None, mesh: Mesh) -> dict[str, Entry]:
+def run_entries(config: RunConfig, validation: Dataset[Any] | None, mesh: Mesh) -> dict[str, IdentityEntry]:
     """The values of a run beside its config and training samples: program, mesh, device, ids of the tokenizer, and the
     validation split."""
     found = program_entries()
     axes = f"tp {mesh.tp.size}, cp {mesh.cp.size}, pp {mesh.pp.size}, dp {mesh.samples.size}"
-    found |= {"mesh": Entry(axes, "reported"), "device": Entry(device_name(mesh.device), "reported")}
+    found |= {"mesh": IdentityEntry(axes, "reported"), "device": IdentityEntry(device_name(mesh.device), "reported")}
     if config.data.tokenizer is not None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
-        found["ids of the tokenizer"] = Entry(tokenizer_digest(tokenizer), "refused")
+        found["ids of the tokenizer"] = IdentityEntry(tokenizer_digest(tokenizer), "refused")
     if validation is not None:
-        found["some samples of the validation split"] = Entry(sample_digest(validation), "reported")
+        found["some samples of the validation split"] = IdentityEntry(sample_digest(validation), "reported")
     return found
 
 
@@ -135,7 +135,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps([content, tokenizer.eod_id]).encode()).hexdigest()
 
 
-def check_same_inputs(inputs: Mapping[str, Entry], data: Training) -> None:
+def check_same_inputs(inputs: Mapping[str, IdentityEntry], data: Training) -> None:
     """Compares `run_entries` and the training samples over the ranks: hosts may have different disks.
 
     Raises:
@@ -153,7 +153,7 @@ def check_same_start(config: RunConfig) -> None:
     _check_same_over_ranks(values_of({**program_entries(), **config_entries(config)}), ConfigError)
 
 
-def values_of(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def values_of(entries: Mapping[str, IdentityEntry]) -> dict[str, Any]:
     """The values alone."""
     return {name: entry.value for name, entry in entries.items()}
 
@@ -181,7 +181,7 @@ def _check_same_over_ranks(values: Mapping[str, Any], error: type[MegalinError])
     )
 
 
-def differences(recorded: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[Difference]:
+def differences(recorded: Mapping[str, Any], entries: Mapping[str, IdentityEntry]) -> list[Difference]:
     """The entries with another value than the recorded one. Names that only one version of megalin has are left out,
     but not those of a table that only one of the two has."""
     found = []
@@ -230,9 +230,9 @@ def _cut(lines: list[str]) -> str:
 def _built_from(extension: str) -> str | None:
     """sha256 of the sources that an extension was compiled from; None where it is not installed. Raises ConfigError if
     those of a checkout are others."""
-    if importlib.util.find_spec(extension) is None:
+    if importlib.util.find_spec(f"megalin.{extension}") is None:
         return None
-    built: str = importlib.import_module(extension).sources
+    built: str = importlib.import_module(f"megalin.{extension}").sources
     folder = Path(megalin.__file__).resolve().parents[1] / _EXTENSIONS[extension]
     if folder.is_dir():  # as setup.py does
         contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))

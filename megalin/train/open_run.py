@@ -13,7 +13,7 @@ from megalin.errors import CheckpointError, ConfigError
 from megalin.model.config import AnyModelConfig, parse_model
 from megalin.train.config import RunConfig, load_saved_config
 from megalin.train.config_file import CHECKPOINTS_NAME
-from megalin.train.identity import Entry, model_entries
+from megalin.train.identity import IdentityEntry, model_entries
 
 Steps = int | Literal["newest", "all"]
 """Finished steps of a checkpoint, the newest checkpoint, or all checkpoints of a run."""
@@ -87,5 +87,5 @@ def model_differences(model: AnyModelConfig, saved: AnyModelConfig) -> list[str]
     ]
 
 
-def _value(entry: Entry | None) -> str:
+def _value(entry: IdentityEntry | None) -> str:
     return repr(None if entry is None else entry.value)

@@ -21,7 +21,15 @@ from megalin.parallel.agreement import on_every_rank, rank
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
 from megalin.train.environment import versions
-from megalin.train.identity import Difference, Entry, config_entries, differences, recorded_entries, refusal, values_of
+from megalin.train.identity import (
+    Difference,
+    IdentityEntry,
+    config_entries,
+    differences,
+    recorded_entries,
+    refusal,
+    values_of,
+)
 from megalin.train.identity_file import IdentityFile, Segment
 from megalin.train.initial_weights import named_checkpoint
 from megalin.train.open_run import check_same_model, saved_model
@@ -41,7 +49,7 @@ _SCHEDULE_TOLERANCE = 1e-6
 class Resumption(NamedTuple):
     """Start of a run from a checkpoint, or from none."""
 
-    inputs: Mapping[str, Entry]
+    inputs: Mapping[str, IdentityEntry]
     """The identity of the run beside config and samples."""
     checkpoint: Checkpoint | None = None
     segment: Segment | None = None
@@ -64,7 +72,7 @@ class Resumption(NamedTuple):
         return IdentityFile(config=keys, inputs=inputs, segments=self.segments).model_dump(mode="json")
 
 
-def find_checkpoint(root: Path, config: RunConfig, data: Training, inputs: Mapping[str, Entry]) -> Resumption:
+def find_checkpoint(root: Path, config: RunConfig, data: Training, inputs: Mapping[str, IdentityEntry]) -> Resumption:
     """The newest checkpoint in `root` if there is one, else that of `train.branch_from`. It is checked before anything
     is built: its model, its number of steps, and the recorded identity of the run.
 
@@ -141,7 +149,7 @@ def _compare(
     state: TrainState,
     config: RunConfig,
     data: Training,
-    inputs: Mapping[str, Entry],
+    inputs: Mapping[str, IdentityEntry],
     *,
     is_branch: bool,
 ) -> list[Difference]:
@@ -166,13 +174,13 @@ def _compare(
     shards = saved.pop(SHARD_DIGESTS, None), given.pop(SHARD_DIGESTS, None)
     samples = saved.pop(SAMPLES, None), given.pop(SAMPLES, None)
     for name in saved.keys() | given.keys():
-        recorded[name], entries[name] = saved.get(name), Entry(given.get(name), "refused")
+        recorded[name], entries[name] = saved.get(name), IdentityEntry(given.get(name), "refused")
     found = differences(recorded, entries)
     _refuse(checkpoint, found)
     if state.order is not None:
         _check_shards(checkpoint, data, *shards)  # before samples, as it names the file
         if samples[0] is not None:  # a checkpoint of an earlier version has none
-            _refuse(checkpoint, differences({SAMPLES: samples[0]}, {SAMPLES: Entry(samples[1], "refused")}))
+            _refuse(checkpoint, differences({SAMPLES: samples[0]}, {SAMPLES: IdentityEntry(samples[1], "refused")}))
     return [each for each in found if each.change == "reported"]
 
 

@@ -41,6 +41,7 @@ def test_run_folder_holds_all_that_the_run_made(trained, capsys):
         "checkpoints",
         "config.toml",
         "environment.json",
+        "identity.json",
         "incidents.jsonl",
         "kernels.json",
         "ledger.jsonl",
@@ -92,7 +93,7 @@ def test_a_start_shows_the_progress_of_its_slow_work(run, config, monkeypatch):
         assert shown
         yield fractions.setdefault(name, []).append
 
-    for place in ("train.loop", "parallel.initialisation", "checkpoint.verification", "checkpoint.load"):
+    for place in ("train.run_data", "parallel.initialisation", "checkpoint.verification", "checkpoint.load"):
         monkeypatch.setattr(f"megalin.{place}.slow_work", record)
     assert main(["train", str(config), "--folder", str(run)]) == 0
     newest = run / "checkpoints" / "step-00000012"
@@ -319,7 +320,12 @@ def test_checkpoint_of_another_model_is_refused_before_the_engine_is_built(
 
 
 def test_other_chunks_and_initial_weights_are_the_same_model(run, config):
-    overrides = ["train.steps=13", "model.init_std=0.5", "model.layers.0.sublayers.0.chunk_size=8"]
+    overrides = [
+        "train.steps=13",
+        "schedule.allow_jump=true",
+        "model.init_std=0.5",
+        "model.layers.0.sublayers.0.chunk_size=8",
+    ]
     assert main(["train", str(config), *overrides, "--folder", str(run)]) == 0
     assert steps_saved(run)[-1] == 13
 

@@ -101,6 +101,7 @@ def _host_files(folder: Path) -> None:
     """The files of one host: shards with masks, tokenizer, and a run to branch from."""
     write_config(folder)
     write_shard(folder / "data/packed", documents(3000, seed=3))
+    (folder / "data/train.manifest.json").unlink()  # it has the digest of the mask, and refuses another one by itself
     _tokenizer(folder / "tokenizer.json", first="[SEP]", second="[MASK]")
 
 

@@ -184,7 +184,7 @@ def test_mask_that_changes_between_start_and_resume_is_refused(tmp_path):
         r"\(from these weights with train.initial_weights=\S+/run\):\n  label masks of the sources, by sha256: {} in "
         r"the checkpoint, {} now"
     )
-    some, none = r'{{"train": \["[0-9a-f]+\.\.\.', "not set"
+    some, none = r'{"train": \["[0-9a-f]+\.\.\.', "not set"
     with process_group(CPU):
         train_here(config, tmp_path / "run", f"train.stop_after_steps={STOP}")
         mask.write_bytes(changed)

@@ -12,7 +12,7 @@ import pytest
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.supervised import write_supervised_shard
 from megalin.data.shards.verification import sample_blocks
-from megalin.errors import DataError
+from megalin.errors import DataError, MegalinError
 from megalin.train.shard_check import verify_shards
 from tests.data.shard_files import write_by_hand
 from tests.model_runs import train_here, write_config
@@ -160,7 +160,7 @@ def _starts(config: Path, folder: Path, prefix: Path) -> list[str]:
     for overrides in ([], [], ["data.verify=off"]):
         try:
             train_here(config, folder, "train.stop_after_steps=3", *overrides)
-        except DataError as error:
+        except MegalinError as error:
             found.append(str(error))
         Path(f"{prefix}.manifest.json").unlink(missing_ok=True)
     return found
@@ -168,8 +168,9 @@ def _starts(config: Path, folder: Path, prefix: Path) -> list[str]:
 
 def test_resumed_run_refuses_other_bytes(tmp_path):
     config, folder = write_config(tmp_path), tmp_path / "run"
-    ((manifest, checkpoint),) = run_ranks(1, _starts, config, folder, tmp_path / "data" / "train")
+    ((manifest, checkpoint, samples),) = run_ranks(1, _starts, config, folder, tmp_path / "data" / "train")
     assert re.search(r"train\.bin: block 0 \(bytes 0 to \d+\) has .*, but .*train\.manifest\.json has", manifest)
     assert re.search(r"train\.bin: block 0 .*, but .*checkpoints/\S+ has \w+ .*trained on other bytes", checkpoint)
     events = (folder / "incidents.jsonl").read_text()
     assert "not compared with those that the run read before: data.verify = off" in events
+    assert "some samples of the sources, by sha256: " in samples
