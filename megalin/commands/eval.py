@@ -34,7 +34,7 @@ from megalin.terminal_output import terminal
 SUITES = ("loss", "choices", *OTHER_SUITES)
 _TABLE_WIDTH = 140  # where the output is not a terminal
 _COLUMNS = (
-    *("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "greedy_match"),
+    *("acc", "acc_norm", "acc_unconditional", "bits_per_byte", "bits_per_normalized_byte", "greedy_match"),
     *("accuracy", "exact_match", "score", "weighted_average", "niah_score"),
     *("loss", "perplexity", "unigram_entropy"),
 )

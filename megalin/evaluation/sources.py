@@ -57,7 +57,7 @@ class SourceSuite:
         started = time.perf_counter()
         found = evaluate_split(model, self._config, mesh, self._split, on_progress, paths=self._sources[key])
         assert isinstance(found, Evaluation), type(found)
-        values = {name: value for name, value in found._asdict().items() if name != "tokens" and value is not None}
+        values = {name: value for name, value in found._asdict().items() if isinstance(value, float)}
         return TaskResult(
             metrics={name: Metric(value, 0.0) for name, value in values.items()},
             num_questions=found.tokens,

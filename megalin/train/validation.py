@@ -39,15 +39,23 @@ class Evaluation(NamedTuple):
     """Entropy in nats of the labels' own frequencies: the loss of the best model without context."""
     tokens: int
     """Number of labels."""
+    bits_per_normalized_byte: float | None = None
+    """The same over the bytes of a text that the tokenizer has altered, in place of bits_per_byte; shards hold no
+    other."""
+    altered: str = ""
+    """The parts of the tokenizer that do so."""
 
     def metrics(self) -> dict[str, float | int]:
         """Values for a line of metrics.jsonl."""
         values: dict[str, float | int] = {"evaluation_loss": self.loss, "evaluation_tokens": self.tokens}
-        return values if self.bits_per_byte is None else values | {"evaluation_bits_per_byte": self.bits_per_byte}
+        bits = {name: getattr(self, name) for name in ("bits_per_byte", "bits_per_normalized_byte")}
+        return values | {f"evaluation_{name}": value for name, value in bits.items() if value is not None}
 
     def report_lines(self) -> list[str]:
         """The report for people, line by line."""
         bits = "no tokenizer" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
+        if self.bits_per_normalized_byte is not None:
+            bits = f"{self.bits_per_normalized_byte:.4f} of the text as the tokenizer alters it ({self.altered})"
         return [
             f"loss            {self.loss:.4f} nats a token over {self.tokens:,} tokens",
             f"unigram entropy {self.unigram_entropy:.4f} nats a token, of the same tokens",
@@ -58,6 +66,8 @@ class Evaluation(NamedTuple):
     def summary(self) -> str:
         """The report in one line."""
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        if self.bits_per_normalized_byte is not None:
+            bits = f", {self.bits_per_normalized_byte:.4f} bits per normalized byte"
         return (
             f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:.2f}{bits} "
             f"(unigram entropy {self.unigram_entropy:.4f})"
@@ -157,8 +167,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def bytes_per_token(data: DataConfig) -> Tensor | None:
-    """[vocabulary] int64, UTF-8 bytes that each id decodes to; None without a tokenizer.
+class TokenBytes(NamedTuple):
+    """Bytes of the ids of a tokenizer."""
+
+    counts: Tensor
+    """[vocabulary] int64, UTF-8 bytes that each id decodes to."""
+    altered: str = ""
+    """Parts of the tokenizer that change a text before it has ids (`Tokenizer.altered`)."""
+
+
+def bytes_per_token(data: DataConfig) -> TokenBytes | None:
+    """Bytes that each id decodes to; None without a tokenizer.
 
     Also None, with a warning, for a tokenizer whose ids have no fixed number of bytes: bits per byte are then left out.
     """
@@ -166,7 +185,7 @@ def bytes_per_token(data: DataConfig) -> Tensor | None:
         return None
     tokenizer = load_tokenizer(data.tokenizer, data.eod_token)
     try:
-        return torch.from_numpy(tokenizer.token_bytes())
+        return TokenBytes(torch.from_numpy(tokenizer.token_bytes()), tokenizer.altered)
     except DataError as error:
         _log.warning("no bits per byte: %s", error)
         return None
@@ -174,13 +193,13 @@ def bytes_per_token(data: DataConfig) -> Tensor | None:
 
 @torch.no_grad()
 def evaluate(
-    model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: Tensor | None = None
+    model: TrainedModel, batches: Iterable[AnyBatch], mesh: Mesh, *, token_bytes: TokenBytes | None = None
 ) -> AnyEvaluation:
     """Evaluates every batch of this rank; all ranks call it with the same number of batches.
 
     Args:
         batches: full sequences of a decoder, or batches of an encoder.
-        token_bytes: [vocabulary] int64, UTF-8 bytes that each id decodes to; only decoders use it.
+        token_bytes: bytes that each id decodes to; only decoders use it.
     """
     with evaluating(model):
         if isinstance(model, Encoder):
@@ -190,7 +209,7 @@ def evaluate(
 
 
 def _evaluate_decoder(
-    model: LanguageModel | Pipeline, batches: Iterable[Batch], mesh: Mesh, token_bytes: Tensor | None
+    model: LanguageModel | Pipeline, batches: Iterable[Batch], mesh: Mesh, token_bytes: TokenBytes | None
 ) -> Evaluation:
     vocab_size = model.config.vocab_size
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -203,11 +222,15 @@ def _evaluate_decoder(
     counts = mesh.sum_over_data(counts).cpu()
     tokens = int(counts.sum())
     loss = nats / max(tokens, 1)
-    bits_per_byte = None
-    if token_bytes is not None:
-        num_bytes = int((counts[: len(token_bytes)] * token_bytes[:vocab_size]).sum())
-        bits_per_byte = nats / math.log(2) / max(num_bytes, 1)
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte, _entropy(counts), tokens)
+    found = Evaluation(loss, math.exp(min(loss, 700.0)), None, _entropy(counts), tokens)
+    if token_bytes is None:
+        return found
+    of_ids, altered = token_bytes
+    num_bytes = int((counts[: len(of_ids)] * of_ids[:vocab_size]).sum())
+    bits = nats / math.log(2) / max(num_bytes, 1)
+    if altered:
+        return found._replace(bits_per_normalized_byte=bits, altered=altered)
+    return found._replace(bits_per_byte=bits)
 
 
 def _evaluate_encoder(model: Encoder, batches: Iterable[EncoderBatch], mesh: Mesh) -> EncoderEvaluation:

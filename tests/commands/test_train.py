@@ -37,17 +37,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def test_run_folder_holds_all_that_the_run_made(trained, capsys):
     assert {path.name for path in trained.iterdir()} == {
-        ".lock",
-        "checkpoints",
-        "config.toml",
-        "environment.json",
-        "identity.json",
-        "incidents.jsonl",
-        "kernels.json",
-        "ledger.jsonl",
-        "loss.png",
-        "metrics.jsonl",
-        "tensorboard",
+        *(".lock", "checkpoints", "config.toml", "environment.json", "identity.json", "incidents.jsonl"),
+        *("kernels.json", "ledger.jsonl", "loss.png", "metrics.jsonl", "tensorboard"),
     }
     assert steps_saved(trained) == [2, 4, 6, 8, 10, 12]
     line = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])

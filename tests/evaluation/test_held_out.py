@@ -23,13 +23,13 @@ from megalin.parallel.mesh import Mesh
 from megalin.parallel.process_group import process_group
 from megalin.train.build import build_model
 from megalin.train.config import RunConfig, load_run_config
-from megalin.train.validation import AnyEvaluation, Evaluation, evaluate
+from megalin.train.validation import AnyEvaluation, Evaluation, TokenBytes, evaluate
 from tests.model_runs import CPU, documents, model_table, train_here, write_config, write_shard
 from tests.ranks import RankFailedError, run_ranks
 from tests.train.test_step import MODEL
 
 
-def _evaluate_uniform(prefix: Path, micro_batch_size: int) -> Evaluation:
+def _evaluate_uniform(prefix: Path, micro_batch_size: int, altered: str = "") -> Evaluation:
     """Evaluates a model whose logits are all zero: every label costs log(257) nats."""
     mesh = Mesh(ParallelConfig(), CPU)
     model = build_model(MODEL, mesh, compute_dtype=torch.float32, recompute=False, compile_blocks=False, seed=0)
@@ -37,7 +37,7 @@ def _evaluate_uniform(prefix: Path, micro_batch_size: int) -> Evaluation:
         for parameter in model.parameters():
             parameter.zero_()
     data = DataConfig(train=["-"], validation=[str(prefix)], sequence_length=4)
-    token_bytes = torch.from_numpy(ByteTokenizer().token_bytes())
+    token_bytes = TokenBytes(torch.from_numpy(ByteTokenizer().token_bytes()), altered)
     recorded: list[bool] = []
     model.register_forward_hook(lambda *_: recorded.append(torch.is_grad_enabled()))
     with TokenDataset.open(data, "validation", MODEL.vocab_size) as dataset:
@@ -55,6 +55,13 @@ def test_bits_per_byte_and_unigram_entropy_by_hand(tmp_path):
     shard = write_shard(tmp_path / "shard", [[97, 97, 97, 98, 97, 99, 256], [97, 97]])
     with process_group(CPU):
         result = _evaluate_uniform(shard, 3)
+        altered = _evaluate_uniform(shard, 3, "the normalizer NFC")
+    assert altered.bits_per_byte is None  # of the text, whose bytes no shard holds
+    assert altered.bits_per_normalized_byte == result.bits_per_byte
+    assert "evaluation_bits_per_byte" in result.metrics()
+    assert altered.metrics().keys() - result.metrics().keys() == {"evaluation_bits_per_normalized_byte"}
+    assert "of the text as the tokenizer alters it (the normalizer NFC)" in altered.report_lines()[-1]
+    assert "bits per normalized byte" in altered.summary()
     # Labels: a a b a | c end a. Six of them are bytes; the end of document has no byte.
     assert result.tokens == 7
     assert result.loss == pytest.approx(math.log(257), rel=1e-6)

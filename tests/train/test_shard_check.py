@@ -153,16 +153,20 @@ def test_ranks_with_other_bytes_are_named_and_equal_files_are_read_once(tmp_path
 
 
 def _starts(config: Path, folder: Path, prefix: Path) -> list[str]:
-    """Starts of a run: of 2 steps, then with other tokens, without the manifest, and without verification."""
+    """Errors of a run's starts with other tokens, without the manifest, and without verification; then it goes on with
+    its own tokens, not verified."""
     train_here(config, folder, "train.stop_after_steps=2")
     tokens, found = Path(f"{prefix}.bin"), []
-    tokens.write_bytes(bytes(len(tokens.read_bytes())))
+    own = tokens.read_bytes()
+    tokens.write_bytes(bytes(len(own)))
     for overrides in ([], [], ["data.verify=off"]):
         try:
             train_here(config, folder, "train.stop_after_steps=3", *overrides)
         except MegalinError as error:
             found.append(str(error))
         Path(f"{prefix}.manifest.json").unlink(missing_ok=True)
+    tokens.write_bytes(own)
+    train_here(config, folder, "train.stop_after_steps=3", "data.verify=off")
     return found
 
 

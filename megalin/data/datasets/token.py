@@ -15,7 +15,7 @@ from megalin.data.batch import Batch, pack
 from megalin.data.config import DataConfig, SplitName
 from megalin.data.shards.indexed_dataset import Shard, manifest_path
 from megalin.data.shards.manifest import read_manifest
-from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalin.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -178,11 +178,11 @@ def open_parts(
         DataError: a bad shard; label masks without a label; a tokenizer with more ids than the model, or not the one
             that made a shard.
     """
-    digest = check_tokenizer(config, vocab_size)
+    tokenizer = check_tokenizer(config, vocab_size)
     parts = []
     for prefix in paths:
         shard = stack.enter_context(Shard(prefix, vocab_size=vocab_size))
-        _check_manifest(shard, config, digest)
+        _check_manifest(shard, config, tokenizer)
         if not shard.num_tokens:
             _log.warning("%s: a shard without tokens; skipped", prefix)
             shard.close()
@@ -232,8 +232,8 @@ def too_short(config: DataConfig, split: SplitName, paths: Sequence[str], *, num
     )
 
 
-def check_tokenizer(config: DataConfig, vocab_size: int) -> str | None:
-    """The digest of the run's tokenizer; None without one. Raises DataError if it has more ids than the model."""
+def check_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer | None:
+    """The run's tokenizer; None without one. Raises DataError if it has more ids than the model."""
     if config.tokenizer is None:
         return None
     tokenizer = load_tokenizer(config.tokenizer, config.eod_token)
@@ -242,11 +242,12 @@ def check_tokenizer(config: DataConfig, vocab_size: int) -> str | None:
             f"{config.tokenizer}: has {tokenizer.vocab_size} token ids, but the model's vocab_size is {vocab_size}; "
             f"raise vocab_size to at least {tokenizer.vocab_size}"
         )
-    return tokenizer.digest
+    return tokenizer
 
 
-def _check_manifest(shard: Shard, config: DataConfig, digest: str | None) -> None:
-    """Compares the tokenizer and label mask of the shard's manifest, if there is one, with the run's and its own.
+def _check_manifest(shard: Shard, config: DataConfig, tokenizer: Tokenizer | None) -> None:
+    """Compares the tokenizer and label mask of the shard's manifest, if there is one, with the run's and its own; warns
+    of documents that end with another id.
 
     Raises:
         DataError: the tokenizers differ, or `data.special_tokens` and the special tokens of the shard; or one of shard
@@ -259,12 +260,21 @@ def _check_manifest(shard: Shard, config: DataConfig, digest: str | None) -> Non
             f"remove it, or, if it was added on purpose, store its digest: megalin data inspect {shard.prefix} --digest"
         )
     made_by = None if manifest is None else manifest.tokenizer
-    if made_by is not None and digest is not None and made_by.digest != digest:
+    if made_by is None or manifest is None:
+        return
+    if tokenizer is not None and made_by.digest != tokenizer.digest:
         raise DataError(
             f"{shard.prefix}: made by the tokenizer with sha256 {made_by.digest}, but data.tokenizer = "
-            f"{config.tokenizer} has {digest}; use the one that made the shard"
+            f"{config.tokenizer} has {tokenizer.digest}; use the one that made the shard"
         )
-    made_with = None if made_by is None else made_by.entry.get("special_tokens")
+    end = made_by.entry.get("eod_id") if manifest.entries.get("append_eod") else None
+    if tokenizer is not None and end is not None and end != tokenizer.eod_id:
+        _log.warning(
+            "%s: its documents end with the id %s, but texts of this run with %d, so generation would not stop at the "
+            "end of a document; set data.eod_token = %s",
+            *(shard.prefix, end, tokenizer.eod_id, end),
+        )
+    made_with = made_by.entry.get("special_tokens")
     if None not in (made_with, config.special_tokens) and made_with != config.special_tokens:
         raise DataError(
             f"{shard.prefix}: made {'with' if made_with else 'without'} --special-tokens, but data.special_tokens = "

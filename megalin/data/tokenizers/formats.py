@@ -97,6 +97,8 @@ def _settings(folder: Path, key: str) -> Iterator[Any]:
 class SentencePieceTokenizer:
     """SentencePiece model; a document ends with the given piece, or else the end of sentence, or `<|endoftext|>`."""
 
+    altered = "the model's normalization"
+
     def __init__(self, path: Path, *, eod_token: EodToken | None = None) -> None:
         """Reads a local .model file.
 

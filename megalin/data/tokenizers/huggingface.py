@@ -15,6 +15,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from megalin.data.tokenizers.altered_text import altered_text
 from megalin.data.tokenizers.formats import (
     END_OF_DOCUMENT,
     FILE_LIMIT_BYTES,
@@ -76,6 +77,7 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: expected token ids below {VOCABULARY_LIMIT}; found {self.vocab_size - 1}")
         description = json.loads(data)
         self._decoder = description.get("decoder")
+        self.altered = altered_text(description)
         self._cache = WordCache(self._encode_whole) if cuts_as_gpt2(description) else None
 
     def _end_of_document(self, given: EodToken | None) -> str:
@@ -138,7 +140,7 @@ class HuggingFaceTokenizer:
         return self._vocabulary.get(token)
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """As in the protocol; exact, because a byte-level token has one character per byte.
+        """As in the protocol: a byte-level token has one character per byte.
 
         Raises:
             DataError: the tokenizer is not byte-level, so the bytes of an id are not defined.

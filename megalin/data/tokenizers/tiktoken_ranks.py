@@ -61,6 +61,7 @@ class TiktokenTokenizer:
         self.digest = hashlib.sha256(f"tiktoken {name}\n".encode() + data).hexdigest()
         self._special = special
         self.special = SpecialIds(() if family is None or family.begin is None else (special[family.begin],))
+        self.altered = "" if family is None or family.normal_form is None else f"the normal form {family.normal_form}"
         self._normal_form = None if family is None else family.normal_form
         self._known = frozenset((*self._ranks.values(), *special.values()))
         self._encoding: Any = library.Encoding(

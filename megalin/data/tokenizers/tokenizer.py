@@ -45,6 +45,7 @@ class Tokenizer(Protocol):
         eod_id: the id that ends a document; `encode` never returns it.
         digest: sha256, in hex, of the definition of the ids: equal digests give equal ids.
         special: special ids of its texts, which `encode` leaves out but for `WithSpecialTokens`.
+        altered: parts that change a text before it has ids, for people; else empty: the bytes of ids are the text's.
     """
 
     @property
@@ -55,6 +56,8 @@ class Tokenizer(Protocol):
     def digest(self) -> str: ...
     @property
     def special(self) -> SpecialIds: ...
+    @property
+    def altered(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; the text of a special token in it is ordinary text."""
@@ -142,6 +145,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod_id = _BYTES_END
     special = SpecialIds()
+    altered = ""
     digest = hashlib.sha256(b"megalin byte tokenizer: 256 bytes, end of document 256").hexdigest()
 
     def __init__(self, *, eod_token: EodToken | None = None) -> None:
@@ -179,7 +183,7 @@ class WithSpecialTokens:
     def __init__(self, plain: Tokenizer) -> None:
         self.plain = plain
         self.vocab_size, self.eod_id, self.digest = plain.vocab_size, plain.eod_id, plain.digest
-        self.special = plain.special
+        self.special, self.altered = plain.special, plain.altered
 
     def encode(self, text: str) -> list[int]:
         return [*self.special.before, *self.plain.encode(text), *self.special.after]

@@ -92,7 +92,7 @@ def test_only_the_ids_before_a_text_begin_a_prompt(folder: Path):
             encode_prompts(each, ["a"], special_tokens=True)
 
 
-def test_preprocess_writes_the_ids_of_megatron(folder: Path):
+def test_preprocess_writes_the_ids_of_megatron(folder: Path, caplog: pytest.LogCaptureFixture):
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     flags = ["--input", str(folder / "text.jsonl"), "--tokenizer-model", str(folder), "--append-eod"]
     flags += ["--eod-token", "<|end_of_text|>", "--special-tokens"]
@@ -109,6 +109,12 @@ def test_preprocess_writes_the_ids_of_megatron(folder: Path):
         )
         with ExitStack() as stack, refused if special_tokens is False else nullcontext():
             open_parts(changed, "train", 4, [str(folder / "shard_text_document")], stack)
+    for eod_token, warned in (("</s>", True), (2, False)):
+        caplog.clear()
+        with ExitStack() as stack:
+            other_end = config.model_copy(update={"special_tokens": None, "eod_token": eod_token})
+            open_parts(other_end, "train", 4, [str(folder / "shard_text_document")], stack)
+        assert ("its documents end with the id 2, but texts of this run with 1" in caplog.text) == warned
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "text": "aa"}\n{"prompt": "a", "text": ""}\n')
     pairs = ["--input", str(folder / "pairs.jsonl"), *flags[2:], "--prompt-key", "prompt"]
     assert preprocess_data.main([*pairs, "--output-prefix", str(folder / "pairs")]) == 0

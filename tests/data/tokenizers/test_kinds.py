@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
+from megalin.data.tokenizers.altered_text import altered_text
 from megalin.data.tokenizers.tokenizer import WithSpecialTokens
+from megalin.errors import DataError
 from megalin.generation.prompts import completion_text, encode_prompts
-from tests.data.tokenizers.kinds import KINDS, TEXTS, make
+from tests.data.tokenizers.kinds import KINDS, TEXTS, library_tokenizer, make
 
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPLIT = {"type": "Split", "pattern": {"String": "x"}, "invert": False}
 PROMPTS = ["the cat", "the", "a", " the  cat ", "héllo w", "日本", "def f(\n", "🙂", "word, the"]
 TAILS = [" sat on the mat", " cat", "s", "  \n x", "日本語", " é", ", the rest?", "🙂🙂"]
 
@@ -50,6 +55,42 @@ def test_special_ids_before_a_prompt_have_no_part_in_its_completion(tokenizer):
         if tokenizer.special.before:
             assert encode_prompts(tokenizer, [prompt], special_tokens=True) == [begun]
     assert completion_text(tokenizer, [], new) == tokenizer.decode(new)
+
+
+def test_bytes_of_the_ids_are_those_of_the_text_or_said_to_be_others(tokenizer, request):
+    name = request.node.callspec.params["tokenizer"]
+    exact = name in ("bytes", "tiktoken", "byte level", "byte level + begin")
+    if not exact and "byte level" not in name:
+        with pytest.raises(DataError, match="bytes per token need a byte-level tokenizer"):
+            tokenizer.token_bytes()
+        return
+    assert bool(tokenizer.altered) != exact
+    texts = [*TEXTS, *PROMPTS, *TAILS, "  e\u0301 A\u030a ﬁ \u212a  "]
+    counted = [int(tokenizer.token_bytes()[tokenizer.encode(text)].sum()) for text in texts]
+    assert (counted == [len(text.encode()) for text in texts]) == exact
+
+
+@pytest.mark.parametrize(
+    ("change", "altered"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": []}}, ""),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, "the normalizer NFC"),
+        ({"pre_tokenizer": None}, ""),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "the pre-tokenizer Whitespace"),
+        ({"pre_tokenizer": SPLIT | {"behavior": "Isolated"}}, ""),
+        ({"pre_tokenizer": SPLIT | {"behavior": "Removed"}}, "the pre-tokenizer Split"),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL | {"add_prefix_space": True}]}},
+            "the pre-tokenizer ByteLevel, which adds a space",
+        ),
+        ({"added_tokens": [{"content": "<|x|>", "special": True, "lstrip": True}]}, ""),
+        ({"added_tokens": [{"content": "x", "rstrip": True}]}, "the token 'x', which takes the white space around it"),
+        ({"model": {"type": "BPE", "vocab": {}}}, "256 bytes without a token"),
+    ],
+)
+def test_parts_that_alter_a_text_are_named(tmp_path, change, altered):
+    description = json.loads(library_tokenizer("byte level", tmp_path).to_str())
+    assert altered_text(description | change) == altered
 
 
 def test_special_ids_stand_around_texts(tokenizer):
