@@ -9,10 +9,15 @@ from megalin.data.corpus.inputs import ARROW, PARQUET, Span, content_suffix
 from megalin.errors import DataError
 from megalin.optional import require
 
-_PARQUET_ROWS = 64  # decoded at a time
+_PARQUET_ROWS = 64  # decoded at a time, and fewer where an entry of a dictionary could repeat beyond
+_BATCH_BYTES = 128 << 20
+_MAX_EXPANSION = 256
+_EXPANSION_FREE_BYTES = 256 << 20
 _ARROW_FILE = b"ARROW1"
 _FEATHER_1 = b"FEA1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_TEXT = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_binary_view")
+"""pyarrow.types' tests of text."""
 
 Row = tuple[bytes | None, ...]
 
@@ -32,20 +37,59 @@ def read_rows(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[Row]:
     kind = "parquet" if content_suffix(span.path) == PARQUET else "Arrow"
     arrow = require("pyarrow", f"{span.path}: reading {kind}")
     try:
-        for batch in _parquet_batches(raw, span, keys) if kind == "parquet" else _arrow_batches(raw, span, keys):
-            columns = [batch.column(key).cast(arrow.large_binary()).to_pylist() for key in keys]
-            yield from zip(*columns, strict=True)
+        if kind == "parquet":
+            file = require("pyarrow.parquet", span.path).ParquetFile(raw)
+            _check_columns(file.schema_arrow, span.path, keys)
+            yield from zip(*(_parquet_column(file, span, key) for key in keys), strict=True)
+        else:
+            for batch in _arrow_batches(raw, span, keys):
+                yield from zip(*(_values(batch.column(key)) for key in keys), strict=True)
     except arrow.ArrowException as error:
         text = str(error).partition("\n")[0]
         article = "a" if kind == "parquet" else "an"
         raise DataError(f"{span.path}: not {article} {kind} file, or damaged: {text}") from None
 
 
-def _parquet_batches(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[Any]:
-    file = require("pyarrow.parquet", span.path).ParquetFile(raw)
-    _check_columns(file.schema_arrow, span.path, keys)
-    groups = list(range(span.start, span.end))
-    yield from file.iter_batches(_PARQUET_ROWS, groups, columns=list(keys), use_threads=False)
+def _parquet_column(file: Any, span: Span, key: str) -> Iterator[bytes | None]:
+    """Yields a column's values in the row groups of the span.
+
+    Memory: some rows of plain text, and the whole row group of a dictionary's column, whose texts are stored once. An
+    encoded page repeats entries of its dictionary for next to no bytes: as many rows are decoded at a time as fit into
+    128 MiB if each were all of the column.
+
+    Raises:
+        DataError: a column of a row group expands too far.
+    """
+    is_dictionary = require("pyarrow", span.path).types.is_dictionary(file.schema_arrow.field(key).type)
+    for group in range(span.start, span.end):
+        metadata = file.metadata.row_group(group)
+        chunks = (metadata.column(index) for index in range(metadata.num_columns))
+        chunk = next(chunk for chunk in chunks if chunk.path_in_schema == key)
+        size, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
+        if size > max(_EXPANSION_FREE_BYTES, _MAX_EXPANSION * stored):
+            raise DataError(
+                f"{span.path}: column {key!r} of row group {group} expands to {size} bytes from {stored}, more than "
+                f"{_MAX_EXPANSION} to 1, which is not text; check the file"
+            )
+        rows = _PARQUET_ROWS
+        if is_dictionary:
+            rows = metadata.num_rows
+        elif chunk.has_dictionary_page:
+            rows = min(rows, max(1, _BATCH_BYTES // max(size, 1)))
+        for batch in file.iter_batches(rows, [group], columns=[key], use_threads=False):
+            yield from _values(batch.column(0))
+
+
+def _values(column: Any) -> Iterator[bytes | None]:
+    """Yields the values of an array of text, one at a time in memory; null: None."""
+    arrow = require("pyarrow", "reading a column")
+    if isinstance(column, arrow.DictionaryArray):
+        texts = column.dictionary.cast(arrow.large_binary())
+        for index in column.indices:
+            yield texts[index.as_py()].as_py() if index.is_valid else None
+    else:
+        for value in column.cast(arrow.large_binary()):
+            yield value.as_py()
 
 
 def _arrow_batches(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[Any]:
@@ -78,5 +122,7 @@ def _check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
             raise DataError(f"{path}: has no column {key!r}, only {', '.join(kinds)}; change --json-keys")
         if (count := schema.names.count(key)) > 1:
             raise DataError(f"{path}: has {count} columns {key!r}; rename all but one, or change --json-keys")
-        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)):
+        value = kind.value_type if types.is_dictionary(kind) else kind
+        # A column without any text has the type null.
+        if not any(is_text(value) for is_text in (*(getattr(types, name) for name in _TEXT), types.is_null)):
             raise DataError(f"{path}: column {key!r} has type {kind}, not string; change --json-keys")
