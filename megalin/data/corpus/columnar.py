@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
+from megalin.data.corpus.arrow_messages import batch_sizes
+from megalin.data.corpus.decompression import check_expansion
 from megalin.data.corpus.inputs import ARROW, PARQUET, Span, content_suffix
 from megalin.errors import DataError
 from megalin.optional import require
 
 _PARQUET_ROWS = 64  # decoded at a time, and fewer where an entry of a dictionary could repeat beyond
 _BATCH_BYTES = 128 << 20
-_MAX_EXPANSION = 256
 _EXPANSION_FREE_BYTES = 256 << 20
 _ARROW_FILE = b"ARROW1"
 _FEATHER_1 = b"FEA1"
@@ -44,7 +45,7 @@ def read_rows(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[Row]:
         else:
             for batch in _arrow_batches(raw, span, keys):
                 yield from zip(*(_values(batch.column(key)) for key in keys), strict=True)
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, UnicodeDecodeError) as error:  # the second: a column's name
         text = str(error).partition("\n")[0]
         article = "a" if kind == "parquet" else "an"
         raise DataError(f"{span.path}: not {article} {kind} file, or damaged: {text}") from None
@@ -65,12 +66,8 @@ def _parquet_column(file: Any, span: Span, key: str) -> Iterator[bytes | None]:
         metadata = file.metadata.row_group(group)
         chunks = (metadata.column(index) for index in range(metadata.num_columns))
         chunk = next(chunk for chunk in chunks if chunk.path_in_schema == key)
-        size, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
-        if size > max(_EXPANSION_FREE_BYTES, _MAX_EXPANSION * stored):
-            raise DataError(
-                f"{span.path}: column {key!r} of row group {group} expands to {size} bytes from {stored}, more than "
-                f"{_MAX_EXPANSION} to 1, which is not text; check the file"
-            )
+        size, what = chunk.total_uncompressed_size, f"{span.path}: column {key!r} of row group {group}"
+        check_expansion(what, size, chunk.total_compressed_size, free_bytes=_EXPANSION_FREE_BYTES)
         rows = _PARQUET_ROWS
         if is_dictionary:
             rows = metadata.num_rows
@@ -104,13 +101,30 @@ def _arrow_batches(raw: BinaryIO, span: Span, keys: Sequence[str]) -> Iterator[A
         if raw.read() != _END_OF_STREAM:
             raise DataError(f"{span.path}: not an Arrow file, or damaged: no end of the stream; copy the file again")
     raw.seek(0)
-    reader = ipc.open_file(raw) if is_file else ipc.open_stream(raw)
+    # A file is read as the stream in it, whose sizes are known.
+    count = ipc.open_file(raw).num_record_batches if is_file else None
+    start = len(_ARROW_FILE) + 2 if is_file else 0
+    _check_sizes(raw, start, span.path)
+    raw.seek(start)
+    reader = ipc.open_stream(raw)
     _check_columns(reader.schema, span.path, keys)
-    batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
-    for batch in batches:
+    number = 0
+    for number, batch in enumerate(reader, start=1):  # noqa: B007
         chosen = batch.select(list(keys))
         chosen.validate(full=True)  # offsets from outside would be followed
         yield chosen
+    if count not in (None, number):
+        raise DataError(f"{span.path}: not an Arrow file, or damaged: {number} batches of {count}; copy the file again")
+
+
+def _check_sizes(raw: BinaryIO, start: int, path: str) -> None:
+    """Raises DataError for a batch that expands too far, before pyarrow allocates its memory."""
+    try:
+        for number, size in enumerate(batch_sizes(raw, start), start=1):
+            what = f"{path}: batch or dictionary {number}"
+            check_expansion(what, size.expanded, size.stored, free_bytes=_EXPANSION_FREE_BYTES)
+    except ValueError as error:
+        raise DataError(f"{path}: not an Arrow file, or damaged: {error}") from None
 
 
 def _check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:

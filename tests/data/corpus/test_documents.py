@@ -292,29 +292,49 @@ def test_a_column_without_any_text_counts_as_missing_keys(tmp_path, suffix):
     ]
 
 
-def test_repeated_entries_of_a_dictionary_are_decoded_a_few_at_a_time(tmp_path):
-    text, path = "a" * (16 << 20), tmp_path / "x.parquet"
-    table = pyarrow.table({"text": [text] * 64})
+def test_repeated_entries_of_a_dictionary_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(columnar, "_BATCH_BYTES", 8 << 20)
+    text, path = "a" * (2 << 20), tmp_path / "x.parquet"
+    table = pyarrow.table({"text": pyarrow.array([text] * 64)})
     pyarrow.parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30)
     del table
-    assert path.stat().st_size < 5000
-    before, peak = pyarrow.total_allocated_bytes(), 0
-    for number, document in enumerate(Reader(whole(path), ["text"], limit_bytes=32 << 20)):
+    assert path.stat().st_size < 2000
+    before, peak, count = pyarrow.total_allocated_bytes(), 0, 0
+    for document in Reader(whole(path), ["text"], limit_bytes=4 << 20):
         peak = max(peak, pyarrow.total_allocated_bytes() - before)
-        assert len(document.texts[0]) == len(text), number
-        if number == 16:
-            break
-    assert peak < 256 << 20  # of 1 GiB
+        count += len(document.texts[0]) == len(text)
+    assert count == 64
+    assert peak < 32 << 20  # of 128 MiB
 
 
 def test_a_column_that_expands_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(columnar, "_EXPANSION_FREE_BYTES", 1 << 20)
-    path = tmp_path / "x.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * (4 << 20)]}), path, compression="zstd")
+    path, table = tmp_path / "x.parquet", pyarrow.table({"text": ["a" * (4 << 20)]})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
     with pytest.raises(
         DataError, match=r"x\.parquet: column 'text' of row group 0 expands to \d+ bytes from \d+, more"
     ):
         _items(path)
+    encoded = pyarrow.table({"text": table["text"].combine_chunks().dictionary_encode()})
+    for number, content in enumerate((table, encoded)):
+        path = tmp_path / f"{number}.feather"
+        pyarrow.feather.write_feather(content, path, compression="zstd")
+        with pytest.raises(DataError, match=r"\d\.feather: batch or dictionary 1 expands to 41943\d\d bytes from \d+"):
+            list(Reader(whole(path), ["text"], limit_bytes=8 << 20))
+        pyarrow.feather.write_feather(content, path, compression="uncompressed")
+        assert [len(item.texts[0]) for item in Reader(whole(path), ["text"], limit_bytes=8 << 20)] == [4 << 20]
+
+
+def test_damaged_messages_of_arrow_are_one_error(tmp_path):
+    path = _stored(tmp_path, "x.feather", b'{"text": "some text"}\n' * 20)
+    data, refused = path.read_bytes(), 0
+    for place in range(8, len(data) - 8, 3):
+        path.write_bytes(data[:place] + b"\xff\x7f" + data[place + 2 :])
+        try:
+            _items(path)
+        except DataError:
+            refused += 1
+    assert refused > 20
 
 
 @pytest.mark.parametrize(
