@@ -47,6 +47,15 @@ def decompress(raw: BinaryIO, kind: str, path: str) -> io.BufferedReader:
     return io.BufferedReader(_Limited(content, raw, path), _BUFFER_BYTES)
 
 
+def check_expansion(what: str, expanded: int, stored: int, *, free_bytes: int) -> None:
+    """Raises DataError for content of more than `free_bytes` that expands more than 256 times."""
+    if expanded > max(free_bytes, _MAX_EXPANSION * stored):
+        raise DataError(
+            f"{what} expands to {expanded} bytes from {stored}, more than {_MAX_EXPANSION} to 1, which is not text; "
+            "check the file, or give it without compression"
+        )
+
+
 class _Decoder(Protocol):
     """Decoder of one stream, as in bz2 and lzma."""
 
@@ -152,9 +161,5 @@ class _Limited(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         size = cast(int, self._content.readinto(buffer))
         self._expanded += size
-        if self._expanded > max(_EXPANSION_FREE_BYTES, _MAX_EXPANSION * self._raw.tell()):
-            raise DataError(
-                f"{self._path}: expands to {self._expanded} bytes from {self._raw.tell()}, more than {_MAX_EXPANSION} "
-                "to 1, which is not text; check the file, or decompress it yourself"
-            )
+        check_expansion(f"{self._path}:", self._expanded, self._raw.tell(), free_bytes=_EXPANSION_FREE_BYTES)
         return size

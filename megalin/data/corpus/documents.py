@@ -132,7 +132,7 @@ class Reader:
             try:
                 for key, value in zip(self.keys, row, strict=True):
                     if value is None:
-                        raise _RefusedError("not a string", f"{key!r} is null")
+                        raise _RefusedError("key missing", f"{key!r} is null")
                 size = sum(map(len, cast(tuple[bytes, ...], row)))
                 if size > self.limit_bytes:
                     raise _RefusedError("too long", f"more than {self.limit_bytes} bytes")

@@ -13,7 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from megalin.data.corpus import decompression
+from megalin.data.corpus import columnar, decompression, documents
 from megalin.data.corpus.documents import BadLine, Reader, iterate_texts, lines_before
 from megalin.data.corpus.inputs import split, whole
 from megalin.errors import DataError
@@ -226,7 +226,115 @@ def test_parquet_rows_without_text_are_reported_by_row(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
     good, *bad = _parse(tmp_path / "x.parquet", limit=64)
     assert good == ("good",)
-    assert [(line.line, line.kind) for line in bad] == [(2, "invalid UTF-8"), (3, "not a string"), (4, "too long")]
+    assert [(line.line, line.kind) for line in bad] == [(2, "invalid UTF-8"), (3, "key missing"), (4, "too long")]
+
+
+TEXTS = ["first", None, "", "日本", "first", "x" * 300, None]
+COLUMNS = {
+    "string": pyarrow.array(TEXTS),
+    "large string": pyarrow.array(TEXTS, pyarrow.large_string()),
+    "string view": pyarrow.array(TEXTS, pyarrow.string_view()),
+    "binary": pyarrow.array(TEXTS, pyarrow.string()).cast(pyarrow.binary()),
+    "large binary": pyarrow.array(TEXTS, pyarrow.string()).cast(pyarrow.large_binary()),
+    "binary view": pyarrow.array(TEXTS, pyarrow.string()).cast(pyarrow.binary_view()),
+    "categorical": pyarrow.array(TEXTS).dictionary_encode(),
+    "categorical of views": pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0, None, 1, 2, 0, 3, None], pyarrow.int8()),
+        pyarrow.array(["first", "", "日本", "x" * 300], pyarrow.string_view()),
+    ),
+    "categorical with a null": pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([1, 0, 2, 3, 1, 4, 0]), pyarrow.array([None, "first", "", "日本", "x" * 300])
+    ),
+}
+
+
+NOT_IN_PARQUET = ("categorical of views", "categorical with a null")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        (name, suffix)
+        for name in COLUMNS
+        for suffix in ("parquet", "arrow", "feather")
+        if suffix != "parquet" or name not in NOT_IN_PARQUET
+    ],
+)
+def test_every_type_of_text_gives_the_same_documents(tmp_path, name, suffix):
+    table, path = pyarrow.table({"title": TEXTS[::-1], "text": COLUMNS[name]}), tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=3)
+    elif suffix == "feather":
+        pyarrow.feather.write_feather(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=3)
+    assert [item.texts[0] if isinstance(item, documents.Document) else item.kind for item in _items(path)] == [
+        "key missing" if text is None else text for text in TEXTS
+    ]
+    pairs = [pair for pair in zip(TEXTS, TEXTS[::-1], strict=True) if None not in pair]
+    both = _items(path, ["text", "title"])
+    assert [item.texts for item in both if isinstance(item, documents.Document)] == pairs
+
+
+def _items(path, keys=("text",)):
+    return list(Reader(whole(path), keys, limit_bytes=LIMIT))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "feather"])
+def test_a_column_without_any_text_counts_as_missing_keys(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    table = pyarrow.table({"n": [1, 2], "text": pyarrow.nulls(2)})
+    (pyarrow.parquet.write_table if suffix == "parquet" else pyarrow.feather.write_feather)(table, path)
+    assert [(item.kind, item.line, item.detail) for item in _items(path)] == [
+        ("key missing", 1, "'text' is null"),
+        ("key missing", 2, "'text' is null"),
+    ]
+
+
+def test_repeated_entries_of_a_dictionary_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(columnar, "_BATCH_BYTES", 8 << 20)
+    text, path = "a" * (2 << 20), tmp_path / "x.parquet"
+    table = pyarrow.table({"text": pyarrow.array([text] * 64)})
+    pyarrow.parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    del table
+    assert path.stat().st_size < 2000
+    before, peak, count = pyarrow.total_allocated_bytes(), 0, 0
+    for document in Reader(whole(path), ["text"], limit_bytes=4 << 20):
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+        count += len(document.texts[0]) == len(text)
+    assert count == 64
+    assert peak < 32 << 20  # of 128 MiB
+
+
+def test_a_column_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(columnar, "_EXPANSION_FREE_BYTES", 1 << 20)
+    path, table = tmp_path / "x.parquet", pyarrow.table({"text": ["a" * (4 << 20)]})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+    with pytest.raises(
+        DataError, match=r"x\.parquet: column 'text' of row group 0 expands to \d+ bytes from \d+, more"
+    ):
+        _items(path)
+    encoded = pyarrow.table({"text": table["text"].combine_chunks().dictionary_encode()})
+    for number, content in enumerate((table, encoded)):
+        path = tmp_path / f"{number}.feather"
+        pyarrow.feather.write_feather(content, path, compression="zstd")
+        with pytest.raises(DataError, match=r"\d\.feather: batch or dictionary 1 expands to 41943\d\d bytes from \d+"):
+            list(Reader(whole(path), ["text"], limit_bytes=8 << 20))
+        pyarrow.feather.write_feather(content, path, compression="uncompressed")
+        assert [len(item.texts[0]) for item in Reader(whole(path), ["text"], limit_bytes=8 << 20)] == [4 << 20]
+
+
+def test_damaged_messages_of_arrow_are_one_error(tmp_path):
+    path = _stored(tmp_path, "x.feather", b'{"text": "some text"}\n' * 20)
+    data, refused = path.read_bytes(), 0
+    for place in range(8, len(data) - 8, 3):
+        path.write_bytes(data[:place] + b"\xff\x7f" + data[place + 2 :])
+        try:
+            _items(path)
+        except DataError:
+            refused += 1
+    assert refused > 20
 
 
 @pytest.mark.parametrize(
