@@ -156,8 +156,7 @@ class TrainingLoop:
             NumericError: a loss or gradient that is not finite, or a spike after too many rollbacks; nothing is saved.
             ReplicaError: on every rank, for copies of a tensor that differ; nothing is saved.
             DataError: on every rank, for a token id beyond the vocabulary or an unreadable shard on any rank.
-            PreemptedError: on every rank, after SIGTERM or Ctrl-C on any rank; the current step is finished and saved
-                first.
+            PreemptedError: on every rank, after SIGTERM or Ctrl-C on any; the current step is finished and saved first.
         """
         in_flight = InFlightSteps(self._describe_samples)
         finished: FinishedStep | None = None
