@@ -53,7 +53,7 @@ def _exit_code(arguments: list[str] | None) -> int:
     try:
         return _command(arguments)
     except MegalinError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(error.line(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":  # a terminal interrupts all ranks of a host

@@ -8,6 +8,10 @@ class MegalinError(ValueError):
 
     exit_code = 1
 
+    def line(self) -> str:
+        """The error as it is printed."""
+        return f"{type(self).__name__}: {self}"
+
 
 class ConfigError(MegalinError):
     """An invalid config field, command-line value or mesh."""
@@ -75,9 +79,13 @@ class ReplicaError(MegalinError):
 
 
 class PreemptedError(MegalinError):
-    """A run ended by SIGTERM before its last step, with all its steps saved."""
+    """A run ended by SIGTERM or Ctrl-C before its last step, with all its steps saved: no fault."""
 
     exit_code = 75
+
+    def line(self) -> str:
+        """The reason of the stop."""
+        return f"stopped: {self}"
 
 
 REFUSALS = (ConfigError, DataError, CheckpointError)

@@ -49,5 +49,5 @@ class EarlySigterm:
         """Ends the process, once, without the interpreter's teardown: other threads may hold any lock."""
         if self._leaving.acquire(blocking=False):
             with contextlib.suppress(OSError):  # of a full disk, or without a reader
-                os.write(2, b"PreemptedError: SIGTERM while no step ran: run the same command to continue\n")
+                os.write(2, b"stopped: SIGTERM while no step ran; run the same command to continue\n")
             os._exit(PreemptedError.exit_code)

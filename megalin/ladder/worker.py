@@ -132,7 +132,7 @@ def run_ladder(
 
     Raises:
         ConfigError: processes below 1, or the ladder changed after it began.
-        PreemptedError: after SIGTERM, with all runs saved.
+        PreemptedError: after SIGTERM or Ctrl-C, with all runs saved.
     """
     if processes < 1:
         raise ConfigError(f"--processes {processes}: use at least 1")
@@ -158,7 +158,7 @@ def run_ladder(
                     slots[index] = None
             if not any(slots):
                 if preemption.received:
-                    raise PreemptedError("SIGTERM: all runs are saved; run the same command to continue")
+                    raise PreemptedError(f"{preemption.received}: all runs are saved; run the same command to continue")
                 if queue.is_empty():
                     return results
             time.sleep(_POLL_SECONDS)

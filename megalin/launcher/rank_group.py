@@ -87,7 +87,8 @@ class RankGroup:
             # SIGTERM to one rank alone: in a step it makes all save, at the start it ends this rank.
             if passed_on == float("inf") and (signals or any(each.code == -signal.SIGTERM for each in self._endings)):
                 passed_on, warn_at = now, now + _QUIET_SECONDS
-                self._send(signal.SIGTERM)
+                for number in ((signal.SIGINT,) if "SIGINT" in signals[:1] else ()) + (signal.SIGTERM,):
+                    self._send(number)  # ranks that cannot save yet ignore Ctrl-C
             if now > warn_at and signals:
                 warn_at = float("inf")
                 print(f"{signals[0]}: waiting for the ranks to save; another one ends them at once", file=sys.stderr)

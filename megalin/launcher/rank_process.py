@@ -169,7 +169,7 @@ def _exit_code(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegalinError as error:
-        line = f"{type(error).__name__}: {error}"
+        line = error.line()
         if isinstance(error, RankFailedError):
             os.write(2, f"{line}\n".encode())  # the launcher shows it, unless it knows why that rank has ended
         else:

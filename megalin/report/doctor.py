@@ -67,7 +67,9 @@ def examine(folder: str | Path) -> tuple[RunRecord, Diagnosis]:
     last = _last_start(run.incidents)
     error = last[-1] if last and last[-1].kind == "error" else None
     slots = _slots(run.path)
-    if error is not None:
+    if last and last[-1].kind == "stopped":
+        found = Diagnosis(f"{last[-1].message} ({last[-1].time})", _RESUME, [])
+    elif error is not None:
         found = _ended_by(run, error)
     elif owner is not None and _is_alive(owner):
         found = _running(run, owner)

@@ -78,6 +78,8 @@ def status(run: RunRecord) -> str:
     progress = f"step {step:,}" + (f" of {total:,.0f}" if total is not None else "")
     if _ended_by_error(run):
         return f"{progress}, ended by an error"
+    if _last_kind(run) == "stopped":
+        return f"{progress}, stopped by a signal"
     if total is not None and step >= total:
         return f"{progress}, finished"
     if stop is not None and step >= stop:
@@ -88,8 +90,13 @@ def status(run: RunRecord) -> str:
 
 
 def _ended_by_error(run: RunRecord) -> bool:
-    kinds = [incident.kind for incident in run.incidents if incident.kind in ("started", "resumed", _ENDED_BY_ERROR)]
-    return kinds[-1:] == [_ENDED_BY_ERROR]
+    return _last_kind(run) == _ENDED_BY_ERROR
+
+
+def _last_kind(run: RunRecord) -> str:
+    """Kind of the last event that begins or ends a process of the run."""
+    ends = ("started", "resumed", "stopped", _ENDED_BY_ERROR)
+    return next((incident.kind for incident in reversed(run.incidents) if incident.kind in ends), "")
 
 
 def _summary(run: RunRecord) -> list[tuple[str, str]]:

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from megalin.errors import REFUSALS, StorageError
+from megalin.errors import REFUSALS, PreemptedError, StorageError
 from megalin.files import open_append
 from megalin.parallel.agreement import on_rank_zero, rank
 from megalin.train.jsonl import JsonLines
 
-EventKind = Literal["started", "resumed", "changed", "taken over", "warning", "error"]
+EventKind = Literal["started", "resumed", "changed", "taken over", "warning", "stopped", "error"]
 """changed: other values than the steps before had. taken over: the previous process was killed. warning: logged by
-megalin. error: ended the process."""
+megalin. stopped: by a signal, with all steps saved. error: ended the process."""
 
 _logger = logging.getLogger("megalin")
 
@@ -99,7 +99,9 @@ class EventLog:
     ) -> None:
         _logger.removeHandler(self._handler)
         if self._begun or not isinstance(error, REFUSALS):
-            if error is not None:
+            if isinstance(error, PreemptedError):
+                self.write("stopped", str(error))
+            elif error is not None:
                 self.write("error", f"{type(error).__name__}: {error}")
             self._open_for_waiting_lines()
         if self._file is not None:

@@ -128,7 +128,7 @@ class TrainingLoop:
             NumericError: a loss or gradient that is not finite, or a spike after too many rollbacks; nothing is saved.
             ReplicaError: on every rank, for copies of a tensor that differ; nothing is saved.
             DataError: on every rank, for a token id beyond the vocabulary or an unreadable shard on any rank.
-            PreemptedError: on every rank, after SIGTERM on any rank; the current step is finished and saved first.
+            PreemptedError: on every rank, after SIGTERM or Ctrl-C on any; the current step is finished and saved first.
         """
         in_flight = InFlightSteps(self._describe_samples)
         finished: FinishedStep | None = None
@@ -298,7 +298,7 @@ class TrainingLoop:
             return self.tasks.run(self.model, self.mesh, step=step)
 
     def _stop_early(self, stop: DataFailure | Preemption, step: int, log: RunLog) -> NoReturn:
-        """Ends the run after `step` finished steps; after a SIGTERM they are saved first."""
+        """Ends the run after `step` finished steps; after a signal they are saved first."""
         if isinstance(stop, DataFailure):
             stop.raise_error()
         if step > self.resumed_step and not self._due.save(step):
@@ -309,8 +309,8 @@ class TrainingLoop:
             with self._heartbeat.in_phase("save"):
                 self._saves.finish(log)
         raise PreemptedError(
-            f"SIGTERM after {step} of {self.config.train.steps} steps, all of them saved in {self.run.checkpoints}; "
-            "run the same command to continue"
+            f"{stop.signal} after {step} of {self.config.train.steps} steps, all of them saved in "
+            f"{self.run.checkpoints}; run the same command to continue"
         )
 
     def _report_lines(self) -> list[str]:

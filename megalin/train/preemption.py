@@ -1,38 +1,67 @@
-"""Preemption: records the SIGTERM of a cluster manager or launcher, so that the run can save and exit."""
+"""Preemption: records SIGTERM and Ctrl-C, so that the run can save and exit."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
+
+from megalin.parallel.heartbeats import VARIABLE
+
+STOP_SIGNALS = ("SIGTERM", "SIGINT")
+"""Names of the signals that make a run save and end."""
+_SAME_SECONDS = 1.0
+"""Time after a first signal in which another one is the same: a launcher forwards the Ctrl-C of a terminal, which
+interrupts all processes."""
+
+
+_TEXT = b"SIGINT: saves after the work in progress and ends; Ctrl-C once more ends at once, without saving\n"
 
 
 class PreemptionHandler:
-    """Context manager that records SIGTERM instead of dying.
+    """Context manager that records SIGTERM and Ctrl-C instead of dying.
 
-    Further signals change nothing, as launchers repeat those of the cluster manager. Python handles signals in its main
-    thread only: entered in another thread, this records nothing and SIGTERM keeps its previous effect.
+    A second Ctrl-C, more than a second later, has its previous effect: it raises KeyboardInterrupt, or does nothing on
+    a rank of `megalin launch`, which then kills it. A further SIGTERM changes nothing, as launchers repeat those of the
+    cluster manager. A Ctrl-C that this process ignores, as a background job of a script does, stays ignored.
+
+    Python handles signals in its main thread only: entered in another thread, this records nothing, and the signals
+    keep their previous effects.
 
     Attributes:
-        received: True after a SIGTERM.
+        received: name of the first signal; empty before.
     """
 
     def __init__(self) -> None:
-        self.received = False
+        self.received = ""
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._installed = threading.current_thread() is threading.main_thread()
-        if self._installed:
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                ignored = number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN
+                if not ignored or VARIABLE in os.environ:  # the launcher's ranks ignore it while they start
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        now, previous = time.monotonic(), self._previous[number]
+        if not self.received:
+            self.received, self._since = signal.Signals(number).name, now
+            if number == signal.SIGINT and callable(previous) and os.environ.get("RANK", "0") == "0":
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, _TEXT)
+        elif number == signal.SIGINT and now - self._since > _SAME_SECONDS and callable(previous):
+            previous(number, frame)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._installed:
+        for number, previous in self._previous.items():
             # None: the previous handler was not set by Python, which cannot restore it.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous = {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, Training, open_dataset, open_training
 from megalin.parallel.agreement import on_every_rank
@@ -16,7 +14,7 @@ from megalin.train.config import RunConfig
 from megalin.train.identity import IdentityEntry, check_same_inputs, run_entries
 from megalin.train.run_folder import RunFolder
 from megalin.train.shard_check import VerifiedShards, verify_shards
-from megalin.train.validation import bytes_per_token
+from megalin.train.validation import TokenBytes, bytes_per_token
 
 
 class RunData(NamedTuple):
@@ -24,8 +22,8 @@ class RunData(NamedTuple):
 
     training: Training
     validation: Dataset[Any] | None
-    token_bytes: Tensor | None
-    """[vocabulary] int64, UTF-8 bytes that each id decodes to, as of `bytes_per_token`."""
+    token_bytes: TokenBytes | None
+    """As of `bytes_per_token`."""
     inputs: Mapping[str, IdentityEntry]
     """The run's identity beside its config and training samples."""
     shards: VerifiedShards
@@ -39,7 +37,7 @@ def open_run_data(config: RunConfig, run: RunFolder, mesh: Mesh) -> RunData:
         ConfigError, DataError, StorageError: on every rank, when shards or a tokenizer are bad or missing on any rank,
             or have other bytes than their manifest, the run before, or another rank.
     """
-    opened: list[tuple[Training, Dataset[Any] | None, Tensor | None, Mapping[str, IdentityEntry]]] = []
+    opened: list[tuple[Training, Dataset[Any] | None, TokenBytes | None, Mapping[str, IdentityEntry]]] = []
     with slow_work("opening the data", shown=mesh.is_first_rank):
         on_every_rank(lambda: opened.append(_open(config, run, mesh)))  # hosts may have different disks
     ((training, validation, token_bytes, inputs),) = opened
@@ -52,7 +50,7 @@ def open_run_data(config: RunConfig, run: RunFolder, mesh: Mesh) -> RunData:
 
 def _open(
     config: RunConfig, run: RunFolder, mesh: Mesh
-) -> tuple[Training, Dataset[Any] | None, Tensor | None, Mapping[str, IdentityEntry]]:
+) -> tuple[Training, Dataset[Any] | None, TokenBytes | None, Mapping[str, IdentityEntry]]:
     data, vocab_size, train = config.data, config.model.vocab_size, config.train
     check_files(data)
     if data.order == "megatron":

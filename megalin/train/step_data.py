@@ -19,13 +19,15 @@ from megalin.ops.labelled_tokens import label_capacity
 from megalin.parallel.agreement import on_every_rank, rank, sum_over_ranks, world_size
 from megalin.parallel.mesh import Mesh
 from megalin.train.config import RunConfig
-from megalin.train.preemption import PreemptionHandler
+from megalin.train.preemption import STOP_SIGNALS, PreemptionHandler
 
 _DESCRIBED_RANKS, _DESCRIBED_SAMPLES = 8, 16
 
 
 class Preemption(NamedTuple):
-    """SIGTERM on at least one rank."""
+    """A signal on at least one rank that ends the run."""
+
+    signal: str
 
 
 class DataFailure(NamedTuple):
@@ -42,6 +44,11 @@ class DataFailure(NamedTuple):
     def _raise_own(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def _preemption(received: list[int]) -> Preemption | None:
+    """The first of STOP_SIGNALS that a rank has received, from their counts over all ranks."""
+    return next((Preemption(name) for name, count in zip(STOP_SIGNALS, received, strict=True) if count), None)
 
 
 class StepData(NamedTuple):
@@ -133,7 +140,7 @@ class StepReader:
 
         `own_seconds` is this rank's own time in an earlier step, the same one on every rank; all ranks receive it.
 
-        A data error or a SIGTERM is a reason to stop on every rank, of which a data error comes first.
+        A data error, SIGTERM or Ctrl-C is a reason to stop on every rank, of which a data error comes first.
 
         Raises:
             RankStalledError: on every rank, when ranks launched different overlapped ops. Nothing may wait for the
@@ -152,22 +159,24 @@ class StepReader:
         # Over all axes: ranks of other layers or shards read the same samples, each from its own disk. Only one of the
         # ranks that share samples counts in the digest.
         counts = int(max(mesh.tp.axis.rank, mesh.cp.axis.rank, mesh.pp.axis.rank) == 0)
-        stops = [error is not None, self._preemption.received, self._save_has_ended()]
+        signals = [self._preemption.received == name for name in STOP_SIGNALS]
+        stops = [error is not None, self._save_has_ended(), *signals]
         flags = torch.tensor([*stops, mesh.launch_order.residual()]).long()
         times = torch.zeros(2, world_size(), dtype=torch.int64)  # microseconds
         times[:, rank()] = torch.tensor([round(waited * 1e6), round(own_seconds * 1e6)])
         sums = sum_over_ranks(torch.cat([flags, counts * own.digest, times.flatten()]))
-        failed, terminated, saved, residual, *digest = sums[: -times.numel()].tolist()
+        failed, saved, *received, residual = sums[: len(flags)].tolist()
+        digest = sums[len(flags) : -times.numel()]
         waits, owns = sums[-times.numel() :].view_as(times)
         longest = int(waits.argmax())
         if residual:
             on_every_rank(mesh.launch_order.compare)
-        stop = DataFailure(error) if failed else Preemption() if terminated else None
+        stop = DataFailure(error) if failed else _preemption(received)
         batches = [] if stop else [batch_to(batch, mesh.device) for batch in own.batches]
         by_rank = [microseconds / 1e6 for microseconds in owns.tolist()]
         return StepData(
             batches,
-            torch.tensor(digest),
+            digest,
             int(waits[longest]) / 1e6,
             longest,
             by_rank,

@@ -48,7 +48,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
     assert time.monotonic() - started < 5
     assert process.returncode == 75, error
-    assert error == "PreemptedError: SIGTERM while no step ran: run the same command to continue\n"
+    assert error == "stopped: SIGTERM while no step ran; run the same command to continue\n"
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

@@ -111,7 +111,7 @@ def test_a_signal_saves_and_the_same_command_resumes(config, expected, tmp_path,
     launcher.send_signal(number)
     error = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 75
-    assert error.startswith("PreemptedError: SIGTERM after ")
+    assert error.startswith(f"stopped: {number.name} after ")
     assert len(error.splitlines()) == 1
     assert steps_saved(folder)[-1] == _done(folder) < 40
     subprocess.run(_command(config, folder), check=True, stdout=subprocess.DEVNULL)

@@ -183,7 +183,7 @@ def test_an_error_of_all_ranks_is_shown_once_and_not_restarted(tmp_path, capfd, 
 
     with _no_process_left():
         assert _launch(run, tmp_path, restarts=3) == error.exit_code
-    assert capfd.readouterr().err == f"{error.__name__}: planted\n"
+    assert capfd.readouterr().err == f"{error('planted').line()}\n"
 
 
 def test_ranks_start_again_until_they_succeed(tmp_path, capfd):
@@ -244,7 +244,9 @@ def test_a_signal_is_passed_on_and_ranks_that_save_end_with_75(tmp_path, capfd):
     ready = tmp_path / "ready"
 
     def run() -> int:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        received: list[str] = []
+        signal.signal(signal.SIGINT, lambda *_: received.append("SIGINT"))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75 if received else 1))
         if os.environ["RANK"] == "1":
             ready.touch()
         else:

@@ -96,6 +96,14 @@ def test_an_error_has_its_next_step(run, message, following):
     assert following in found
 
 
+def test_a_run_that_a_signal_has_stopped(run):
+    run.event("stopped", "SIGINT after 12 of 40 steps, all of them saved in x")
+    cause, found, _ = run.examined()
+    assert cause == "SIGINT after 12 of 40 steps, all of them saved in x (2026-11-25T12:00:00)"
+    assert found == "run the same command: it continues from the newest valid checkpoint"
+    assert lines(*examine(run.folder))[0].endswith("step 12 of 40, stopped by a signal")
+
+
 def test_an_error_before_a_later_start_is_not_the_cause(run):
     run.event("error", "NumericError: step 13: loss nan")
     run.event("resumed", "on 2 x cpu")

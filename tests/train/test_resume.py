@@ -17,6 +17,7 @@ import torch
 from megalin.errors import PreemptedError
 from megalin.parallel.agreement import rank
 from megalin.train.engine import FullyShardedEngine
+from megalin.train.jsonl import read_records
 from megalin.train.metrics import Metrics
 from megalin.train.step import PendingStep
 from tests.model_runs import (
@@ -150,16 +151,20 @@ def test_resume_on_other_meshes_goes_on_with_the_same_samples(config, whole_runs
     assert ledger(folder) == ledger(whole_runs["single"])
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
 def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps: list[int], late: bool) -> list[str]:
-    """Trains and resumes; rank 1 receives SIGTERM during each of `steps`, which ends the run. Returns the errors."""
+    """Trains and resumes; rank 1 receives a signal during each of `steps`, which ends the run. Returns the errors."""
     messages, take = [], FullyShardedEngine.step
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in SIGNALS]
 
     def signalled(engine: FullyShardedEngine, *args: Any, step: int, **options: Any) -> PendingStep:
         started = take(engine, *args, step=step, **options)
         if step in steps and rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)  # a second one, as the launcher and the cluster manager both send it
+            os.kill(os.getpid(), SIGNALS[steps.index(step)])
+            # A second one, as the cluster manager and the launcher, or the terminal and the launcher, both send it.
+            os.kill(os.getpid(), SIGNALS[steps.index(step)])
         return started
 
     with patch.object(FullyShardedEngine, "step", signalled), late_results() if late else nullcontext():
@@ -168,22 +173,26 @@ def _train_with_signals(config: Path, folder: Path, overrides: list[str], steps:
                 train_here(config, folder, *overrides)
             messages.append(str(raised.value))
         train_here(config, folder, *overrides)
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     return messages
 
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_run_that_sigterm_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path, late):
+def test_run_that_a_signal_ends_on_one_rank_goes_on_bit_equal(config, whole_runs, tmp_path, late):
     mesh, folder = "dp2_accumulating", tmp_path / "run"
     world_size, overrides = MESHES[mesh]
     overrides = [*overrides, BACKGROUND] if late else overrides
     steps = [4, 7]  # the first is a step that is saved anyway, and is saved once
     for messages in run_ranks(world_size, _train_with_signals, config, folder, overrides, steps, late):
         assert messages == [
-            f"SIGTERM after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; run the same "
+            f"{number.name} after {step} of {STEPS} steps, all of them saved in {folder / 'checkpoints'}; run the same "
             "command to continue"
-            for step in steps
+            for number, step in zip(SIGNALS, steps, strict=True)
         ]
+    events = list(read_records(folder / "incidents.jsonl"))
+    assert [event["kind"] for event in events if event["kind"] != "warning"] == [
+        *("started", "stopped", "resumed", "stopped", "resumed"),
+    ]
     assert steps_saved(folder) == [2, 4, 6, 7, 8, 10, 12]
     assert_same_end(folder, whole_runs[mesh])
     assert ledger(folder) == ledger(whole_runs[mesh])

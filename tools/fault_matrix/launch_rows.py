@@ -165,7 +165,7 @@ def _signalled_twice(lab: Lab) -> None:
     running = lab.start_launch(config, "checkpoint.every_steps=100", change=partial(changes.slow_steps, 1.0))
     running.wait_until(lambda: "step 3/6" in running.text, seconds=60)
     running.kill(signal.SIGINT)
-    _ends(lab, running, 75, r"SIGTERM after \d of 6 steps, all of them saved")
+    _ends(lab, running, 75, r"stopped: SIGINT after \d of 6 steps, all of them saved")
     lines = [line for line in running.text.splitlines() if re.search("Error|SIG|Traceback|File", line)]
     lab.check("Ctrl-C prints one line", len(lines) == 1, f"{lines}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -42,6 +43,7 @@ def worker_pool(
 
 
 def _start(initializer: Callable[[], object] | None) -> None:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))  # a terminal interrupts the parent too, which reports it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if initializer is not None:
