@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from types import MappingProxyType
 from typing import NamedTuple
+
+
+class Output(Enum):
+    """Kind of what a command writes at the path of an option."""
+
+    FILE = auto()
+    """A file; an existing one is replaced."""
+    NEW_FILE = auto()
+    """A file that must not exist."""
+    PREFIX = auto()
+    """Files whose names begin with the path."""
+    FOLDER = auto()
+    """A folder, which the command creates where it is missing."""
 
 
 class Command(NamedTuple):
@@ -18,6 +33,8 @@ class Command(NamedTuple):
         examples: command lines, one a line, for the end of its help.
         adopts_launcher: whether its ranks meet through torch.distributed, whose variables the launcher's then set.
         is_preemptible: whether SIGTERM ends it with exit code 75 before it can save too.
+        outputs: the kind of each output by its option (--NAME) or positional argument; `megalin.commands.outputs`
+            checks them before the command runs.
     """
 
     name: str
@@ -27,6 +44,7 @@ class Command(NamedTuple):
     examples: str
     adopts_launcher: bool = True
     is_preemptible: bool = False
+    outputs: Mapping[str, Output] = MappingProxyType({})
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

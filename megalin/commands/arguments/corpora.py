@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import DOCUMENT_BYTES, DTYPES, RULES, TOKENIZERS
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 _FORMATS = ".jsonl/.json (an object per line), .txt (one document), each also .gz, .bz2, .xz, .zst; .parquet, .arrow"
 _SAME_OUTPUT = "the output is the same for any number"
@@ -130,6 +130,7 @@ TRAIN_TOKENIZER = Command(
     "data.train_tokenizer",
     "megalin data train-tokenizer --input 'corpus/*.jsonl.zst' --vocab-size 32000 --output tokenizer.json",
     adopts_launcher=False,
+    outputs={"--output": Output.FILE},
 )
 PREPROCESS = Command(
     "preprocess",
@@ -142,6 +143,7 @@ megalin data preprocess --input 'corpus/*.jsonl.zst' --output-prefix data/corpus
 mpirun -n 64 megalin data preprocess --input @files.txt --output-prefix data/corpus \\
     --tokenizer-model tokenizer.json --append-eod""",
     adopts_launcher=False,  # its ranks meet through MPI
+    outputs={"--output-prefix": Output.PREFIX},
 )
 CLEAN = Command(
     "clean",
@@ -150,6 +152,7 @@ CLEAN = Command(
     "data.clean",
     "megalin data clean --input 'raw/*.jsonl' --output-prefix clean/corpus --languages en --workers 8",
     adopts_launcher=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )
 DEDUPLICATE = Command(
     "deduplicate",
@@ -158,6 +161,7 @@ DEDUPLICATE = Command(
     "data.deduplicate",
     "megalin data deduplicate --input 'clean/*.jsonl' --output-prefix unique/corpus --workers 8",
     adopts_launcher=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )
 SCORE = Command(
     "score",
@@ -168,4 +172,5 @@ SCORE = Command(
 megalin data score runs/mine --input 'unique/*.jsonl' --output-prefix good/corpus --keep-quantile 0.8
 torchrun --nproc-per-node 8 -m megalin data score runs/mine --input 'unique/*.jsonl' \\
     --output-prefix good/corpus --max-perplexity 40""",
+    outputs={"--output-prefix": Output.PREFIX},
 )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import EXPORT_FORMATS
-from megalin.commands.arguments.command import Command, add_step_options
+from megalin.commands.arguments.command import Command, Output, add_step_options
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ EXPORT = Command(
     """\
 megalin export hf runs/mine exported
 megalin export hf runs/mine exported --format fla --step 1000""",
+    outputs={"out": Output.FOLDER},
 )
 IMPORT = Command(
     "import",
@@ -40,4 +41,5 @@ IMPORT = Command(
     _import,
     "import_",
     "megalin import hf downloads/llama runs/llama",
+    outputs={"run": Output.FOLDER},
 )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import GPUS
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 
 def _params(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +139,7 @@ COORDINATE_CHECK = Command(
     _coordinate_check,
     "coordinate_check",
     "megalin coordinate-check tnl-70m --widths 64 128 256 --png growth.png",
+    outputs={"--png": Output.FILE},
 )
 LADDER = Command(
     "ladder",
@@ -160,6 +161,7 @@ FIT = Command(
 megalin fit runs/ladder --html laws.html
 megalin fit --points losses.csv --ask 1e21
 megalin fit runs/ladder --ask '1000 h100-hours'""",
+    outputs={"--png": Output.FOLDER, "--html": Output.FILE},
 )
 REPRODUCE = Command(
     "reproduce",

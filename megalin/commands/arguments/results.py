@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import CHOICE_TASKS, DTYPES, HAYSTACKS, NUM_DEPTHS, SPLITS, SUITES
-from megalin.commands.arguments.command import Command, add_step_options
+from megalin.commands.arguments.command import Command, Output, add_step_options
 
 TEMPERATURE = 0.8
 """Default temperature. Greedy text soon repeats itself, and a temperature of 1 draws unlikely tokens too often."""
@@ -118,6 +118,7 @@ LM_EVAL = Command(
     _lm_eval,
     "lm_eval",
     "megalin lm-eval runs/mine --tasks lambada_openai hellaswag --limit 200",
+    outputs={"--output": Output.FILE},
 )
 GENERATE = Command(
     "generate",
@@ -128,6 +129,7 @@ GENERATE = Command(
 megalin generate runs/mine --prompt 'The first time' --max-tokens 200 --top-p 0.95
 megalin generate runs/mine --prompts questions.jsonl --output answers.jsonl --temperature 0
 torchrun --nproc-per-node 2 -m megalin generate runs/mine parallel.tp=2 --prompt 'Once'""",
+    outputs={"--output": Output.NEW_FILE},
 )
 INSPECT = Command(
     "inspect",
@@ -135,6 +137,7 @@ INSPECT = Command(
     _inspect,
     "inspect",
     "megalin inspect runs/mine --samples 4 --png figures",
+    outputs={"--png": Output.FOLDER},
 )
 DOCTOR = Command(
     "doctor",
@@ -152,4 +155,5 @@ REPORT = Command(
     """\
 megalin report runs/mine
 megalin report --compare runs/a runs/b --output comparison.html""",
+    outputs={"--output": Output.FILE},
 )

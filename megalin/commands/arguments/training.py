@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +106,7 @@ torchrun --nproc-per-node 8 -m megalin train run.toml parallel.tp=2
 
 Several ranks on one host: megalin launch.""",
     is_preemptible=True,
+    outputs={"--folder": Output.FOLDER},
 )
 LAUNCH = Command(
     "launch",
@@ -119,6 +120,7 @@ megalin launch --nproc-per-node 8 run.toml --max-restarts 3
 SIGTERM or Ctrl-C: all ranks save and end (exit code 75); a second one ends them at once.
 Over several hosts use torchrun, srun or mpirun.""",
     adopts_launcher=False,
+    outputs={"--folder": Output.FOLDER},
 )
 SWEEP = Command(
     "sweep",
@@ -126,6 +128,7 @@ SWEEP = Command(
     _sweep,
     "sweep",
     "megalin sweep examples/tasks/mqar_sweep.toml --folder runs/mqar --processes 4 --markdown mqar.md",
+    outputs={"--folder": Output.FOLDER, "--markdown": Output.FILE},
 )
 CONFIG = Command(
     "config",
