@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 
 from megalin.commands.arguments.parser import build_parser
 from megalin.commands.early_sigterm import EarlySigterm
+from megalin.commands.outputs import prepared_outputs
 from megalin.errors import MegalinError, StorageError
 from megalin.launch import adopt_launcher
 from megalin.layers.external_mixers import imported_mixers
@@ -102,13 +103,13 @@ def _command(arguments: list[str] | None) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.command.adopts_launcher:
         adopt_launcher()
-    command = importlib.import_module(f"megalin.commands.{parsed.command.module}")  # most import torch, for seconds
-    if not gc.isenabled():  # disabled by run() until the modules are imported
-        gc.freeze()
-        gc.enable()
-    # A tensor sharded over two axes is gathered by two all-gathers; torch warns of it at every checkpoint and report.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    with imported_mixers(getattr(parsed, "mixers", [])):
+    with prepared_outputs(parsed), imported_mixers(getattr(parsed, "mixers", [])):
+        command = importlib.import_module(f"megalin.commands.{parsed.command.module}")  # most import torch, for seconds
+        if not gc.isenabled():  # disabled by run() until the modules are imported
+            gc.freeze()
+            gc.enable()
+        # A tensor sharded over two axes is gathered by two all-gathers; torch warns of it at every checkpoint.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         return int(command.run(parsed))
 
 

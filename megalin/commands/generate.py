@@ -122,9 +122,7 @@ def _formatted(
 
 
 def _prompts(arguments: argparse.Namespace) -> Sequence[Prompt]:
-    """The prompts that the options name. Raises MegalinError for none, and for an output that exists."""
-    if arguments.output is not None and arguments.output.exists():
-        raise ConfigError(f"--output {arguments.output}: exists already; remove it or give another name")
+    """The prompts that the options name. Raises MegalinError for none."""
     if arguments.prompt is not None:
         texts = arguments.prompt
         names = [f"prompt {number}" for number in range(1, len(texts) + 1)] if len(texts) > 1 else ["the prompt"]

@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megalin.commands.arguments.command import Output
+from megalin.commands.outputs import check_output
 from megalin.errors import ConfigError, DataError
 from megalin.ladder.config import Ladder, parse_ladder
 from megalin.ladder.plan import Price, Rung, make_rungs, price, run_config, within
@@ -24,12 +26,14 @@ _TABLE_WIDTH = 220  # where the output is not a terminal
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit code."""
+    folder = arguments.folder or Path("runs") / arguments.ladder.stem
+    if not (arguments.status or arguments.dry_run):  # these write nothing
+        check_output("--folder", str(folder), Output.FOLDER)
     for name in ("budget", "gpu_hours"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give a positive number")
     ladder = parse_ladder(arguments.ladder)
-    folder = arguments.folder or Path("runs") / arguments.ladder.stem
     rungs = _selected(arguments, make_rungs(ladder))
     check_unchanged(ladder, folder)
     console = Console(file=terminal(), soft_wrap=True, width=None if sys.stdout.isatty() else _TABLE_WIDTH)

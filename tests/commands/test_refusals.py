@@ -60,7 +60,7 @@ MEGATRON = ["data.order=megatron", "data.packing=concatenate"]
         pytest.param(CONFIG, CONFIG, ["logging.prometheus_file=true"], id="missing library of Prometheus"),
         pytest.param(CONFIG, None, [], id="busy folder"),
         pytest.param(DATA, DATA, ["data.train=['missing']"], id="missing data"),
-        pytest.param(DATA, DATA, ["model.vocab_size=256"], id="tokenizer that does not fit"),
+        pytest.param(CONFIG, CONFIG, ["model.vocab_size=256"], id="tokenizer that does not fit"),
         pytest.param(CHECKPOINT, None, ["model.hidden_size=24"], id="other model"),
         pytest.param(CHECKPOINT, None, ["train.steps=6"], id="finished steps beyond the end"),
         pytest.param(CHECKPOINT, None, [], id="damaged checkpoints"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import tomllib
 
 import pytest
 
@@ -124,8 +125,16 @@ def test_error_is_printed_without_a_traceback(tmp_path, monkeypatch, capsys, arg
 def test_files_that_exist_are_kept(tmp_path, script, capsys):
     output = tmp_path / "run.toml"
     output.write_text("mine")
-    assert import_config.main([script, str(output)]) == 5
+    assert import_config.main([script, str(output)]) == 2
     assert "exists already; remove it or give another name" in capsys.readouterr().err
     assert output.read_text() == "mine"
-    assert import_config.main([script, str(tmp_path / "no" / "run.toml")]) == 5
-    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_null_takes_an_imported_key_back_to_its_default(tmp_path, capsys):
+    output = tmp_path / "run.toml"
+    overrides = ["optimizer.lr=null", "train.stop_after_steps=null"]
+    assert import_config.main([" ".join(SMALL.split()), str(output), *overrides]) == 1
+    written = tomllib.loads(output.read_text())
+    assert "lr" not in written["optimizer"]
+    assert "stop_after_steps" not in written["train"]
+    assert "optimizer.lr: required, but missing" in capsys.readouterr().out

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from types import MappingProxyType
 from typing import NamedTuple
+
+
+class Output(Enum):
+    """Kind of what a command writes at the path of an option."""
+
+    FILE = auto()
+    """A file; an existing one is replaced."""
+    NEW_FILE = auto()
+    """A file that must not exist."""
+    PREFIX = auto()
+    """Files whose names begin with the path."""
+    FOLDER = auto()
+    """A folder, which the command creates where it is missing."""
 
 
 class Command(NamedTuple):
@@ -21,6 +36,8 @@ class Command(NamedTuple):
         takes_mixers: whether it reads models, whose mixers of other packages --mixers lets it import.
         prints_result: whether what it prints is its result, so that it fails where standard output cannot be written;
             else its result is files, and it goes on.
+        outputs: the kind of each output by its option (--NAME) or positional argument; `megalin.commands.outputs`
+            checks them before the command runs.
     """
 
     name: str
@@ -32,6 +49,7 @@ class Command(NamedTuple):
     is_preemptible: bool = False
     takes_mixers: bool = False
     prints_result: bool = True
+    outputs: Mapping[str, Output] = MappingProxyType({})
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import DOCUMENT_BYTES, DTYPES, RULES, TOKENIZERS
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 _FORMATS = ".jsonl/.json (an object per line), .txt (one document), each also .gz, .bz2, .xz, .zst; .parquet, .arrow"
 _SAME_OUTPUT = "the output is the same for any number"
@@ -135,6 +135,7 @@ TRAIN_TOKENIZER = Command(
     "megalin data train-tokenizer --input 'corpus/*.jsonl.zst' --vocab-size 32000 --output tokenizer.json",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output": Output.FILE},
 )
 PREPROCESS = Command(
     "preprocess",
@@ -148,6 +149,7 @@ mpirun -n 64 megalin data preprocess --input @files.txt --output-prefix data/cor
     --tokenizer-model tokenizer.json --append-eod""",
     adopts_launcher=False,  # its ranks meet through MPI
     prints_result=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )
 CLEAN = Command(
     "clean",
@@ -157,6 +159,7 @@ CLEAN = Command(
     "megalin data clean --input 'raw/*.jsonl' --output-prefix clean/corpus --languages en --workers 8",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )
 DEDUPLICATE = Command(
     "deduplicate",
@@ -166,6 +169,7 @@ DEDUPLICATE = Command(
     "megalin data deduplicate --input 'clean/*.jsonl' --output-prefix unique/corpus --workers 8",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )
 SCORE = Command(
     "score",
@@ -178,4 +182,5 @@ torchrun --nproc-per-node 8 -m megalin data score runs/mine --input 'unique/*.js
     --output-prefix good/corpus --max-perplexity 40""",
     takes_mixers=True,
     prints_result=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import EXPORT_FORMATS
-from megalin.commands.arguments.command import Command, add_step_options
+from megalin.commands.arguments.command import Command, Output, add_step_options
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,7 @@ megalin export hf runs/mine exported
 megalin export hf runs/mine exported --format fla --step 1000""",
     takes_mixers=True,
     prints_result=False,
+    outputs={"out": Output.FOLDER},
 )
 IMPORT = Command(
     "import",
@@ -43,4 +44,5 @@ IMPORT = Command(
     "import_",
     "megalin import hf downloads/llama runs/llama",
     prints_result=False,
+    outputs={"run": Output.FOLDER},
 )

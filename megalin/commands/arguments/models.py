@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import GPUS
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 
 def _params(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +142,7 @@ COORDINATE_CHECK = Command(
     "coordinate_check",
     "megalin coordinate-check tnl-70m --widths 64 128 256 --png growth.png",
     takes_mixers=True,
+    outputs={"--png": Output.FILE},
 )
 LADDER = Command(
     "ladder",
@@ -165,6 +166,7 @@ megalin fit runs/ladder --html laws.html
 megalin fit --points losses.csv --ask 1e21
 megalin fit runs/ladder --ask '1000 h100-hours'""",
     takes_mixers=True,
+    outputs={"--png": Output.FOLDER, "--html": Output.FILE},
 )
 REPRODUCE = Command(
     "reproduce",

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import CHOICE_TASKS, DTYPES, HAYSTACKS, NUM_DEPTHS, SPLITS, SUITES
-from megalin.commands.arguments.command import Command, add_step_options
+from megalin.commands.arguments.command import Command, Output, add_step_options
 
 TEMPERATURE = 0.8
 """Default temperature. Greedy text soon repeats itself, and a temperature of 1 draws unlikely tokens too often."""
@@ -127,6 +127,7 @@ LM_EVAL = Command(
     "lm_eval",
     "megalin lm-eval runs/mine --tasks lambada_openai hellaswag --limit 200",
     takes_mixers=True,
+    outputs={"--output": Output.FILE},
 )
 GENERATE = Command(
     "generate",
@@ -138,6 +139,7 @@ megalin generate runs/mine --prompt 'The first time' --max-tokens 200 --top-p 0.
 megalin generate runs/mine --prompts questions.jsonl --output answers.jsonl --temperature 0
 torchrun --nproc-per-node 2 -m megalin generate runs/mine parallel.tp=2 --prompt 'Once'""",
     takes_mixers=True,
+    outputs={"--output": Output.NEW_FILE},
 )
 INSPECT = Command(
     "inspect",
@@ -146,6 +148,7 @@ INSPECT = Command(
     "inspect",
     "megalin inspect runs/mine --samples 4 --png figures",
     takes_mixers=True,
+    outputs={"--png": Output.FOLDER},
 )
 DOCTOR = Command(
     "doctor",
@@ -165,4 +168,5 @@ megalin report runs/mine
 megalin report --compare runs/a runs/b --output comparison.html""",
     takes_mixers=True,
     prints_result=False,
+    outputs={"--output": Output.FILE},
 )

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from megalin.commands.arguments.choices import MQAR_SETTINGS, RAW_DTYPES, TOKEN_FORMATS
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +87,7 @@ megalin data merge --input parts/ --output-prefix data/all
 megalin data merge --input data/all --output-prefix data/part --split 969,30,1""",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )
 GENERATE_TASK = Command(
     "generate-task",
@@ -99,6 +100,7 @@ megalin data generate-task s5 max_length=5 --examples 1000 --output tasks/s5
 megalin data generate-task mqar --setting 2026 --output tasks/mqar""",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output": Output.PREFIX},
 )
 GET_EVALUATION_DATA = Command(
     "get-evaluation-data",
@@ -108,6 +110,7 @@ GET_EVALUATION_DATA = Command(
     "megalin data get-evaluation-data --tasks 'hellaswag*' 'arc*'",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output": Output.FOLDER},
 )
 IMPORT_CONFIG = Command(
     "import-config",
@@ -118,6 +121,7 @@ IMPORT_CONFIG = Command(
 megalin data import-config pretrain_gpt.sh run.toml
 megalin data import-config pretrain_gpt.sh run.toml model.vocab_size=50304 --variable DATA_PATH=shards/text""",
     adopts_launcher=False,
+    outputs={"output": Output.NEW_FILE},
 )
 IMPORT_TOKENS = Command(
     "import-tokens",
@@ -130,4 +134,5 @@ megalin data import-tokens --input fineweb_train_*.bin --bos-id 50256 --output-p
 megalin data import-tokens --input 00000_shuffled.ds --output-prefix shards/web --tokenizer-model tokenizer.json""",
     adopts_launcher=False,
     prints_result=False,
+    outputs={"--output-prefix": Output.PREFIX},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalin.commands.arguments.command import Command
+from megalin.commands.arguments.command import Command, Output
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +111,7 @@ Several ranks on one host: megalin launch.""",
     is_preemptible=True,
     takes_mixers=True,
     prints_result=False,
+    outputs={"--folder": Output.FOLDER},
 )
 LAUNCH = Command(
     "launch",
@@ -126,6 +127,7 @@ Over several hosts use torchrun, srun or mpirun.""",
     adopts_launcher=False,
     takes_mixers=True,
     prints_result=False,
+    outputs={"--folder": Output.FOLDER},
 )
 SWEEP = Command(
     "sweep",
@@ -135,6 +137,7 @@ SWEEP = Command(
     "megalin sweep examples/tasks/mqar_sweep.toml --folder runs/mqar --processes 4 --markdown mqar.md",
     takes_mixers=True,
     prints_result=False,
+    outputs={"--folder": Output.FOLDER, "--markdown": Output.FILE},
 )
 CONFIG = Command(
     "config",

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from megalin.data.corpus import deduplication, inputs
+from megalin.data.corpus.jsonl_output import check_free
 from megalin.data.corpus.progress import shown_progress
 from megalin.data.corpus.signatures import scheme
 
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
         limit_bytes=args.max_document_bytes,
         resume=args.resume,
     )
+    check_free(args.output_prefix, resume=args.resume)
     paths = inputs.expand_inputs(args.input)
     total_bytes = sum(path.stat().st_size for path in paths)
     report = deduplication.deduplicate(

@@ -16,7 +16,6 @@ from megalin.errors import ConfigError
 from megalin.evaluation.tasks.mqar import MQAR, MQAR_SETTINGS
 from megalin.evaluation.tasks.registry import TASKS, build_task, sequence_tasks
 from megalin.evaluation.tasks.sequence_task import SequenceTask, split_seed
-from megalin.files import storage_errors
 from megalin.terminal_output import terminal
 
 
@@ -36,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--examples is missing; give the number of examples")
     else:
         planned = [(args.output, _sequence_task(args.task, fields), args.examples)]
-    with storage_errors(args.output.parent):
-        args.output.parent.mkdir(parents=True, exist_ok=True)
     seed = split_seed(args.seed, args.split)
     for prefix, task, num_examples in planned:
         examples = (task.example(seed, number) for number in range(num_examples))

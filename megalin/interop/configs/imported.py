@@ -122,7 +122,9 @@ class ImportedConfig:
             config = parse(RunConfig, values, _SOURCE)
             if not config.data.has("validation"):
                 self._drop_evaluations()
-            check_launch(config, None)
+            # DeepSpeed's JSON is written after this check.
+            train = config.train.model_copy(update={"deepspeed_config": None})
+            check_launch(config.model_copy(update={"train": train}), None)
         except ConfigError as error:
             lines = str(error).splitlines()
             has_title = lines[0].startswith(f"{_SOURCE}:") or lines[0].endswith(" problems")

@@ -268,15 +268,6 @@ def test_number_that_an_override_gives_is_not_to_be_filled_in():
     assert "--norm-epsilon" in _notes(imported, "fill in")  # it sets several keys
 
 
-def test_null_takes_an_imported_key_back_to_its_default():
-    imported = _imported(SMALL)
-    assert imported.get("optimizer.lr") is not None
-    imported.override(["optimizer.lr=null", "train.stop_after_steps=null"])
-    written = tomllib.loads(imported.toml())
-    assert "lr" not in written["optimizer"]
-    assert "stop_after_steps" not in written["train"]
-
-
 def test_stages_of_a_rank_are_given_by_layers_or_by_number():
     by_layers = SMALL.replace("--num-layers 2", "--num-layers 8") + "--pipeline-model-parallel-size 2 "
     for flags in ("--num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank 2"):
