@@ -148,7 +148,9 @@ class DataConfig(Config):
     verify: Literal["full", "sample", "off"] = "sample"
     """Verification of the shards at the start of a run: all bytes of each .idx and label mask, of each .bin all blocks
     of 16 MiB ("full") or up to 64 chosen by the file's name ("sample": at most 10 seconds and 16 GiB a host) are read
-    again and compared with the digests in the shard's manifest, in the run folder and in the checkpoint."""
+    again and compared with the digests in the shard's manifest, in the run folder and in the checkpoint. While the run
+    reads them, a thread compares the blocks one by one, and every write to an open file ends it unless the bytes are
+    the same. "off": nothing is hashed, and every such write ends the run."""
     workers: int = pydantic.Field(default=2, ge=1, le=1024)
     """Threads per rank that read samples ahead."""
     read_ahead_steps: int = pydantic.Field(default=1, ge=1, le=1024)

@@ -15,6 +15,7 @@ import torch
 from megalin.data.batch import BatchT, pad_samples, take_samples, with_draw
 from megalin.data.order import Order, Positions
 from megalin.data.shards.indexed_dataset import Shard
+from megalin.data.shards.watch import ShardWatch
 from megalin.data.sources import Samples
 from megalin.errors import ConfigError, RankStalledError
 
@@ -61,6 +62,7 @@ class Loader(Generic[BatchT]):
         prepare: Callable[[BatchT], BatchT] | None = None,
         timeout_seconds: float | None = None,
         shards: Sequence[Shard] = (),
+        watch: ShardWatch | None = None,
     ) -> None:
         """Creates the loader; the first `step` starts reading.
 
@@ -71,6 +73,7 @@ class Loader(Generic[BatchT]):
                 each sample, pins memory.
             timeout_seconds: longest wait for the samples of a step; None: no limit.
             shards: of the dataset, for the message about a thread that does not end its read.
+            watch: of the shards, entered with the loader; its error is raised by `step`.
 
         Raises:
             ConfigError: the global batch is not a whole number of micro-batches on each rank.
@@ -93,7 +96,7 @@ class Loader(Generic[BatchT]):
         self._workers = min(workers, len(self._offsets))
         self._readers = ThreadPoolExecutor(max_workers=self._workers, thread_name_prefix="megalin-data")
         self._ahead: dict[int, list[Future[StepBatches[BatchT]]]] = {}
-        self._timeout_seconds, self._shards = timeout_seconds, shards
+        self._timeout_seconds, self._shards, self._watch = timeout_seconds, shards, watch
         self._reads: dict[int, _Read] = {}  # by thread
         self._stuck = False
 
@@ -103,10 +106,12 @@ class Loader(Generic[BatchT]):
         Any step may be requested; only those after the last are ready. The time in this call is the wait for data.
 
         Raises:
-            DataError: as dataset and order do; for a step that was read ahead, when it is requested.
+            DataError: as dataset and order do, for a step that was read ahead when it is requested; or as the watch.
             RankStalledError: the samples do not come in time; names the thread, the file and the samples.
         """
         assert step >= 0, step
+        if self._watch is not None:
+            self._watch.raise_problem()
         window = range(step, step + 1 + self._read_ahead_steps)
         for number in self._ahead.keys() - window:
             for future in self._ahead.pop(number):
@@ -161,8 +166,12 @@ class Loader(Generic[BatchT]):
         """Stops the threads and drops their batches. The dataset stays open."""
         self._ahead = {}
         self._readers.shutdown(wait=not self._stuck, cancel_futures=True)
+        if self._watch is not None:
+            self._watch.__exit__()
 
     def __enter__(self) -> Self:
+        if self._watch is not None:
+            self._watch.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -111,7 +111,8 @@ class TrainingLoop:
         self.engine = make_engine(config, mesh, hooks)
         self.model = self.engine.model
         self.resumed_step = 0 if checkpoint is None else resume(checkpoint, self.engine)
-        self._saves = RunSaves(config, run, self.engine, mesh.launches, saver, self._resumption)
+        watch, start = self.shards.watch, self._resumption
+        self._saves = RunSaves(config, run, self.engine, mesh.launches, saver, watch, start)
         self.initial_weights = None if source is None else load_initial_weights(source, config, self.engine)
         self.last_step = config.train.stop_after_steps or config.train.steps
         self._replicas = ReplicaCheck(mesh, self.engine.replicas() if config.train.compare_replicas_every_steps else {})
@@ -135,7 +136,7 @@ class TrainingLoop:
         evaluation: AnyEvaluation | None = None
         tasks: dict[str, float] = {}
         with (
-            training_loader(self.config, self.data, self.mesh) as loader,
+            training_loader(self.config, self.data, self.mesh, self.shards.watch) as loader,
             open_run_log(
                 self.config, self.mesh, self.run, self.model, self.event_log, resumed_step=self.resumed_step
             ) as log,

@@ -6,7 +6,9 @@ from megalin.checkpoint.background import BackgroundSaver
 from megalin.checkpoint.publishing import prepare
 from megalin.checkpoint.save import save_now
 from megalin.checkpoint.verification import VerifiedCheckpoints
+from megalin.data.shards.watch import ShardWatch
 from megalin.data.sources import Training
+from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.heartbeats import Heartbeat
 from megalin.train.config import RunConfig
 from megalin.train.engine import Engine
@@ -20,6 +22,7 @@ class RunSaves:
 
     Args:
         saver: writes in the background; None: every save is in the foreground.
+        watch: of the shards, which are compared before a checkpoint of steps that read them.
         resumption: the start of the run, for the record of its identity.
     """
 
@@ -30,10 +33,11 @@ class RunSaves:
         engine: Engine,
         heartbeat: Heartbeat,
         saver: BackgroundSaver | None,
+        watch: ShardWatch,
         resumption: Resumption,
     ) -> None:
         self._config, self._run, self._engine = config, run, engine
-        self._heartbeat, self._saver = heartbeat, saver
+        self._heartbeat, self._saver, self._watch = heartbeat, saver, watch
         self._resumption = resumption
         self._verified = VerifiedCheckpoints()
 
@@ -52,9 +56,11 @@ class RunSaves:
 
         Raises:
             StorageError: on every rank, if this checkpoint or the one in flight before it cannot be written.
+            DataError: on every rank, if bytes of a shard have changed since the run verified them; nothing is saved.
         """
         with log.timed_save(step), self._heartbeat.in_phase("save"):
             self.finish(log)
+            on_every_rank(self._watch.check)
             log.sync()
             tensors = self._engine.tensors()
             publication = prepare(

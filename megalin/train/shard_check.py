@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalin.data.shards.digests import ShardDigests
-from megalin.data.shards.indexed_dataset import Shard, bin_path, idx_path
+from megalin.data.shards.indexed_dataset import Shard, bin_path, idx_path, manifest_path
 from megalin.data.shards.verification import (
     SAMPLE_SECONDS,
     ShardBlock,
@@ -30,6 +30,7 @@ from megalin.data.shards.verification import (
     same_files_key,
     sample_blocks,
 )
+from megalin.data.shards.watch import KnownDigests, ShardWatch
 from megalin.errors import DataError, MegalinError
 from megalin.files import read_limited
 from megalin.parallel.agreement import (
@@ -57,6 +58,8 @@ class VerifiedShards(NamedTuple):
     """For the run folder: records of the shards without digests in a manifest, of this start and earlier ones."""
     line: str
     """Summary for people."""
+    watch: ShardWatch
+    """Compares these bytes with the shards' while the run reads them."""
 
 
 def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"], earlier: Path) -> VerifiedShards:
@@ -75,8 +78,9 @@ def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"
             ranks, or cannot be read; names the file, what differs, and the remedy.
     """
     shards = list({shard.prefix: shard for shard in shards}.values())
+    watch = ShardWatch(shards)
     if mode == "off" or not shards:
-        return VerifiedShards({}, {}, "shards: not verified (data.verify = off)")
+        return VerifiedShards({}, {}, "shards: not verified (data.verify = off)", watch)
     started = time.perf_counter()
     found: list[ShardDigests] = []
     on_every_rank(lambda: found.extend(map(_check_open, shards)))
@@ -86,8 +90,10 @@ def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"
     digests = _read_shared(shards, blocks, sharing, seconds=None if mode == "full" else SAMPLE_SECONDS)
     for block, digest in digests.items():
         found[block.shard].blocks[block.number] = digest
-    stored = on_every_rank(lambda: _check_manifests(shards, found))[0]
-    kept = on_rank_zero(lambda: _check_earlier(shards, found, stored, earlier))
+    stored: list[ShardDigests | None] = []
+    on_every_rank(lambda: stored.extend(map(check_against_manifest, shards, found)))
+    kept = on_rank_zero(lambda: _check_earlier(shards, found, [each is not None for each in stored], earlier))
+    watch.set_known(_known(shards, found, stored, kept), place=sharing.place, ranks=sharing.ranks)
     in_sample: list[dict[int, str]] = [{} for _ in shards]
     for block in filter(digests.get, sample):
         in_sample[block.shard][block.number] = digests[block]
@@ -99,7 +105,7 @@ def verify_shards(shards: Sequence[Shard], mode: Literal["full", "sample", "off"
         f"shards: {len(shards)} verified in {time.perf_counter() - started:.1f} s (data.verify = {mode}): all of each "
         f".idx and label mask, {len(digests)} of {len(all_blocks(shards))} blocks of 16 MiB"
     )
-    return VerifiedShards(records, kept, line)
+    return VerifiedShards(records, kept, line, watch)
 
 
 def _check_open(shard: Shard) -> ShardDigests:
@@ -109,9 +115,20 @@ def _check_open(shard: Shard) -> ShardDigests:
     return found
 
 
-def _check_manifests(shards: Sequence[Shard], found: Sequence[ShardDigests]) -> list[bool]:
-    """Whether each shard's manifest has digests, which were compared."""
-    return [check_against_manifest(shard, digests) for shard, digests in zip(shards, found, strict=True)]
+def _known(
+    shards: Sequence[Shard],
+    found: Sequence[ShardDigests],
+    stored: Sequence[ShardDigests | None],
+    kept: Mapping[str, Mapping[str, Any]],
+) -> list[KnownDigests]:
+    """Digests of each shard: its manifest's, else those that this run read at this start or an earlier one."""
+    known = []
+    for shard, own, manifest in zip(shards, found, stored, strict=True):
+        earlier = kept.get(str(shard.prefix))
+        read = own if earlier is None else parse_record(earlier)
+        origin = "this run, earlier," if manifest is None else str(manifest_path(shard.prefix))
+        known.append(KnownDigests((manifest or read)._replace(mask=own.mask), origin))
+    return known
 
 
 class _Sharing(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalin.data.batch import AnyBatch, batch_to, pinned, split_tokens
 from megalin.data.loader import Loader, StepBatches
+from megalin.data.shards.watch import ShardWatch
 from megalin.data.sources import Training
 from megalin.errors import DataError, MegalinError
 from megalin.ops.labelled_tokens import label_capacity
@@ -85,9 +86,9 @@ def describe_samples(config: RunConfig, data: Training, mesh: Mesh, batch: int) 
     return "; ".join(parts) + left
 
 
-def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any]:
+def training_loader(config: RunConfig, data: Training, mesh: Mesh, watch: ShardWatch | None = None) -> Loader[Any]:
     """Loader of this rank's micro-batches: its shard of each sequence, in pinned memory if they go to a GPU. A batch
-    with more labels than `train.max_label_fraction` allows is a DataError."""
+    with more labels than `train.max_label_fraction` allows is a DataError, as is a change that the watch finds."""
     max_fraction = config.train.max_label_fraction
 
     def prepare(batch: AnyBatch) -> AnyBatch:
@@ -108,6 +109,7 @@ def training_loader(config: RunConfig, data: Training, mesh: Mesh) -> Loader[Any
         prepare=prepare,
         timeout_seconds=config.train.hang_timeout_seconds,
         shards=data.dataset.shards,
+        watch=watch,
     )
 
 

@@ -6,16 +6,21 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from megalin.data.shards.indexed_dataset import Shard
 from megalin.data.shards.supervised import write_supervised_shard
 from megalin.data.shards.verification import sample_blocks
 from megalin.errors import DataError, MegalinError
+from megalin.parallel.agreement import rank
 from megalin.train.shard_check import verify_shards
+from megalin.train.step_data import StepData, StepReader
 from tests.data.shard_files import write_by_hand
-from tests.model_runs import train_here, write_config
+from tests.model_runs import steps_saved, train_here, write_config
 from tests.ranks import run_ranks
 
 BLOCK = 64
@@ -104,8 +109,6 @@ def test_sample_takes_turns_between_shards_within_its_budget(tmp_path, monkeypat
 
 def _ranks(folder: Path, case: str) -> list[str]:
     """Verifies shards of which rank 2's may differ; returns the errors and the numbers of blocks that a rank read."""
-    from megalin.parallel.agreement import rank
-
     with pytest.MonkeyPatch.context() as patch:
         _small_blocks(patch)
         own = folder / ("other" if rank() == 2 else "same")
@@ -178,3 +181,39 @@ def test_resumed_run_refuses_other_bytes(tmp_path):
     events = (folder / "incidents.jsonl").read_text()
     assert "not compared with those that the run read before: data.verify = off" in events
     assert "some samples of the sources, by sha256: " in samples
+
+
+def _overwritten_in_mid_run(config: Path, root: Path, prefix: Path) -> list[tuple[str, list[int]]]:
+    """Runs whose shard rank 0 overwrites in place before batch 7: the message and the saved steps, by data.verify."""
+    read, tokens, found = StepReader.read, Path(f"{prefix}.bin"), list[tuple[str, list[int]]]()
+    content = tokens.read_bytes()
+
+    def reading(reader: StepReader, batch: int, **options: Any) -> StepData:
+        if batch == 7 and rank() == 0:
+            with tokens.open("r+b") as file:
+                file.write(bytes(len(content)))
+        return read(reader, batch, **options)
+
+    for mode in ("sample", "off"):
+        with patch.object(StepReader, "read", reading):
+            try:
+                train_here(config, root / mode, f"data.verify={mode}")
+                message = ""
+            except DataError as error:
+                message = str(error)
+        found.append((message, steps_saved(root / mode)))
+        if rank() == 0:
+            tokens.write_bytes(content)
+        torch.distributed.barrier()
+    train_here(config, root / "sample")
+    return found
+
+
+def test_a_shard_that_is_overwritten_while_the_run_reads_it_ends_the_run_before_the_next_checkpoint(tmp_path):
+    config = write_config(tmp_path, train={"steps": 12}, checkpoint={"every_steps": 4}, data={"validation": []})
+    first, second = run_ranks(2, _overwritten_in_mid_run, config, tmp_path, tmp_path / "data" / "train")
+    assert first == second
+    (sample, saved), (off, saved_off) = first
+    assert re.search(r"train\.bin: block 0 \(.*but \S+train\.manifest\.json has \w+ .*while the run read it", sample)
+    assert re.search(r"train\.bin: was written while the run reads it, and 1 of its blocks have no known digest", off)
+    assert saved == saved_off == [4]

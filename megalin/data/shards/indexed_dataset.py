@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import threading
@@ -137,8 +138,7 @@ class Shard:
         """
         assert 0 <= position <= position + count <= self.num_tokens, (position, count, self.num_tokens)
         itemsize = self.dtype.itemsize
-        data = self._read_marked(read_range, position * itemsize, count * itemsize)
-        return np.frombuffer(data, self.dtype)
+        return np.frombuffer(self._read_marked(read_range, position * itemsize, count * itemsize), self.dtype)
 
     def read_checked(self, position: int, count: int, *, vocab_size: int) -> TokenArray:
         """As `read`; raises DataError with file, sequence, offset and id where an id is not in 0 .. vocab_size - 1."""
@@ -195,9 +195,8 @@ class Shard:
 
     def block_digest(self, number: int) -> str:
         """sha256, in hex, of a block of the .bin (`digests.BLOCK_BYTES`). Raises DataError as `read`."""
-        start = number * BLOCK_BYTES
-        size = min(BLOCK_BYTES, self.bin_bytes - start)
-        data = read_range(self._bin, self._bin_path, start, size, file_bytes=self.bin_bytes)
+        start, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.bin_bytes)
+        data = read_range(self._bin, self._bin_path, start, end - start, file_bytes=self.bin_bytes)
         return hashlib.sha256(data).hexdigest()
 
     def read_label_mask(self, position: int, count: int) -> npt.NDArray[np.bool_]:
@@ -206,11 +205,15 @@ class Shard:
             return np.ones(count, np.bool_)
         return self.label_mask.read(position, count)
 
+    def files(self) -> list[tuple[Path, io.FileIO]]:
+        """Path and open file of the .bin and of the label mask."""
+        mask = self.label_mask
+        return [(self._bin_path, self._bin), *([] if mask is None else [(mask.path, mask.file)])]
+
     def close(self) -> None:
         """Closes the .bin and the mask; `read` fails afterwards."""
-        self._bin.close()
-        if self.label_mask is not None:
-            self.label_mask.close()
+        for _, file in self.files():
+            file.close()
 
     def __enter__(self) -> Self:
         return self

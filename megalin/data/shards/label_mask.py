@@ -59,6 +59,7 @@ class LabelMask:
 
     Attributes:
         path: of the file.
+        file: the open file.
         num_tokens: N.
     """
 
@@ -72,16 +73,16 @@ class LabelMask:
         self.path, self.num_tokens = label_mask_path(prefix), num_tokens
         self._bytes = _HEADER.size + -(-num_tokens // 8)
         self._digest: str | None = None
-        self._file = open_input(self.path, remedy=_REMEDY)
+        self.file = open_input(self.path, remedy=_REMEDY)
         try:
             self._check()
         except BaseException:
-            self._file.close()
+            self.file.close()
             raise
 
     def _check(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        header = os.pread(self._file.fileno(), _HEADER.size, 0)
+        size = os.fstat(self.file.fileno()).st_size
+        header = os.pread(self.file.fileno(), _HEADER.size, 0)
         if len(header) < _HEADER.size:
             raise self._error(f"a header of {_HEADER.size} bytes", f"a file of {size} bytes")
         magic, num_tokens = _HEADER.unpack(header)
@@ -100,7 +101,7 @@ class LabelMask:
         return DataError(f"{self.path}: expected {expected}; found {found}; {_REMEDY}")
 
     def _read_bytes(self, start: int, size: int) -> bytearray:
-        return read_range(self._file, self.path, start, size, file_bytes=self._bytes)
+        return read_range(self.file, self.path, start, size, file_bytes=self._bytes)
 
     def read(self, position: int, count: int) -> BoolArray:
         """Reads whether tokens [position, position + count) count as labels, [count].
@@ -122,7 +123,7 @@ class LabelMask:
         first = positions // 8
         sizes = -(-ends // 8) - first
         data = read_ranges(
-            self._file, self.path, (_HEADER.size + first).tolist(), sizes.tolist(), file_bytes=self._bytes
+            self.file, self.path, (_HEADER.size + first).tolist(), sizes.tolist(), file_bytes=self._bytes
         )
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
         # The place of a token's bit is its number among all tokens read, plus the bits left out before it.
@@ -145,15 +146,15 @@ class LabelMask:
     def digest(self) -> str:
         """sha256, in hex, of the file's bytes as the first call reads them. Raises DataError as `read`."""
         if self._digest is None:
-            state = hashlib.sha256()
-            for start in range(0, self._bytes, _BLOCK_BYTES):
-                state.update(self._read_bytes(start, min(_BLOCK_BYTES, self._bytes - start)))
-            self._digest = state.hexdigest()
+            self._digest = self.read_digest()
         return self._digest
 
-    def close(self) -> None:
-        """Closes the file; `read` fails afterwards."""
-        self._file.close()
+    def read_digest(self) -> str:
+        """As `digest`, of the bytes as they are now."""
+        state = hashlib.sha256()
+        for start in range(0, self._bytes, _BLOCK_BYTES):
+            state.update(self._read_bytes(start, min(_BLOCK_BYTES, self._bytes - start)))
+        return state.hexdigest()
 
 
 class LabelMaskWriter:

@@ -142,19 +142,19 @@ def describe_block(number: int, bin_bytes: int) -> str:
     return f"block {number} (bytes {number * BLOCK_BYTES} to {min((number + 1) * BLOCK_BYTES, bin_bytes)})"
 
 
-def check_against_manifest(shard: Shard, found: ShardDigests, *, of_bin: bool = True) -> bool:
-    """Compares the digests of a shard with its manifest's; returns False where that has none.
+def check_against_manifest(shard: Shard, found: ShardDigests, *, of_bin: bool = True) -> ShardDigests | None:
+    """Compares the digests of a shard with its manifest's, which it returns; None where that has none.
 
     Raises:
         DataError: as `check_digests`, or a bad manifest.
     """
     manifest = read_manifest(shard)
     if manifest is None or manifest.digests is None:
-        return False
+        return None
     path = manifest_path(shard.prefix)
     remedy = f"restore it, or, if it was changed on purpose, remove {path} and start in a new run folder"
     check_digests(shard.prefix, found, manifest.digests, str(path), remedy, of_bin=of_bin)
-    return True
+    return manifest.digests
 
 
 def record(digests: ShardDigests) -> dict[str, Any]:
