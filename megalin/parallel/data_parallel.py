@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
+from megalin.parallel.collectives import SYNCHRONOUS_DEVICES, wait_tensor
 from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
 from megalin.parallel.embedding import VocabParallelEmbedding
 from megalin.parallel.heartbeats import current
@@ -182,7 +182,8 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
             gradient = full.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
             if gradient is not None:
                 shard = weight.sharded_param
-                gradient = weight.to_sharded_dtensor(local(gradient).to(shard.grad_dtype))
+                # Of a replicated weight it may be the pending result of a collective, which has no address.
+                gradient = weight.to_sharded_dtensor(wait_tensor(local(gradient)).to(shard.grad_dtype))
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
             full.grad, weight.unsharded_accumulated_grad = None, None
 
@@ -193,7 +194,7 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            found[name], weight.grad = local(weight.grad), None
+            found[name], weight.grad = wait_tensor(local(weight.grad)), None
     return found
 
 
