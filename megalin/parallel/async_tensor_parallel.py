@@ -191,7 +191,7 @@ class _AsyncTPOp:
         for source in self._sources:
             with self._observed():
                 self._memory.wait_signal(source, signal, self._milliseconds)
-            self._arrived[source, signal] = _event(self._cuda_stream)
+                self._arrived[source, signal] = _event(self._cuda_stream)
 
     def _observed(self) -> AbstractContextManager[None]:
         """Observes a wait for another rank."""
