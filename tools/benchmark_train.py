@@ -47,7 +47,7 @@ from train_benchmarks.device_time import DeviceTime, record_device_time
 from train_benchmarks.engine import KEYS, build_engine, run_config
 from train_benchmarks.fla_scan import scans_by_fla
 from train_benchmarks.roofline import Recorded, Roofline, masked_flops, measure_roofline, record, unavoidable_bytes
-from train_benchmarks.simulated_ranks import simulated_ranks
+from train_benchmarks.simulated_ranks import simulated_ranks, with_own_vocabulary
 
 from megalin.data.batch import AnyBatch
 from megalin.errors import ConfigError
@@ -212,6 +212,7 @@ def fresh_batches(arguments: argparse.Namespace, run: RunConfig, mesh: Mesh) -> 
     """This rank's micro-batches of every step, each of other tokens, made before the first one."""
     length = arguments.document_length
     count = arguments.warmup + arguments.steps
+    run = with_own_vocabulary(run) if arguments.simulated_ranks > 1 else run
     return [random_batches(run, mesh, step=step, document_length=length) for step in range(count)]
 
 

@@ -3,8 +3,9 @@
 python tools/gpu_faults.py LOG
 
 Ranks 0 and 1 are stopped and killed at the start, in a step, a save and an evaluation: the rank must be named, and the
-other one leave with 7 within 15 s, or with 6 within 5 s. A rank made slow in three ways must be named within 20 steps,
-and none in 1,000 clean steps. LOG receives the lines and the output of the ranks. Exit code 1 if a case fails.
+other one leave with 7 within 15 s, or with 6 within 5 s. The GPU of a rank hangs in a replay of its CUDA graph: the
+rank and the collective must be named. A rank made slow in three ways must be named within 20 steps, and none in 1,000
+clean steps. LOG receives the lines and the output of the ranks. Exit code 1 if a case fails.
 
 python tools/gpu_faults.py LOG --only kill_in_step slow_sleep clean
 
@@ -26,11 +27,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fault_matrix.gpu_runs import SLOW, CaseResult, SlowRank, clean_run, clean_steps, shared_gpu, slow_rank, strikes
+from fault_matrix.gpu_runs import (
+    SHARED_GPU,
+    SLOW,
+    CaseResult,
+    SlowRank,
+    clean_run,
+    clean_steps,
+    hang_in_replay,
+    shared_gpu,
+    slow_rank,
+    strikes,
+)
 from fault_matrix.lab import Lab
 from fault_matrix.processes import stop_server
 
-_GROUPS = ("start", "signals", *SLOW, "clean", "shared")
+_GROUPS = ("start", "signals", "replay", *SLOW, "clean", "shared")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=8, help="signalled runs at a time (8)")
     parser.add_argument("--steps", type=int, default=1000, help="clean steps (1000)")
     parser.add_argument("--seconds", type=float, default=230.0, help="the end: no group starts after it (230)")
+    parser.add_argument("--shared", action="store_true", help="both ranks on the first GPU (needs NCCL 2.30)")
     args = parser.parse_args(arguments)
+    if args.shared:
+        os.environ |= SHARED_GPU
     # A check that starts CUDA in the process from which ranks are forked would keep them from using it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with args.log.open("w") as log, tempfile.TemporaryDirectory() as temporary:
@@ -53,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         groups: dict[str, Callable[[], Iterable[CaseResult]]] = {
             "start": lambda: [clean_run(lab())],
             "signals": lambda: strikes(lab, at_once=args.at_once),
+            "replay": lambda: (hang_in_replay(lab(), victim) for victim in (0, 1)),
             "kill_in_step": lambda: kills(lab, at_once=args.at_once),
             **{name: partial(_slow, lab, slow) for name, slow in SLOW.items()},
             "clean": lambda: [_clean(lab(), args.steps, started + args.seconds)],

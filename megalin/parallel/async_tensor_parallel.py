@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalin.errors import ConfigError
 from megalin.ops.dispatch.custom_op import custom_op
-from megalin.parallel.heartbeats import Heartbeat
+from megalin.parallel.heartbeats import Heartbeat, current
 from megalin.parallel.launch_order import LaunchOrder
 from megalin.parallel.symmetric_memory import OpenMemory, open_symmetric_memory
 
@@ -118,9 +118,11 @@ class _AsyncTPOp:
         self._arrived: dict[tuple[int, int], torch.cuda.Event | None] = {}
         self._full_sequence_ready: torch.cuda.Event | None = None
         self._in_use: list[Tensor] = []
+        self.name = ""
+        """Name of the op that runs next."""
 
     def __enter__(self) -> Self:
-        with _after_current(self._cuda_stream):
+        with _after_current(self._cuda_stream), self._observed():
             self._memory.barrier(_READY, self._milliseconds)
         return self
 
@@ -187,8 +189,14 @@ class _AsyncTPOp:
 
     def _expect(self, signal: int) -> None:
         for source in self._sources:
-            self._memory.wait_signal(source, signal, self._milliseconds)
-            self._arrived[source, signal] = _event(self._cuda_stream)
+            with self._observed():
+                self._memory.wait_signal(source, signal, self._milliseconds)
+                self._arrived[source, signal] = _event(self._cuda_stream)
+
+    def _observed(self) -> AbstractContextManager[None]:
+        """Observes a wait for another rank."""
+        observer, shape = current().observer, self._sequences[0].shape
+        return nullcontext() if observer is None else observer.collective(self.name, "tp", shape)
 
 
 def _on(cuda_stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
@@ -253,8 +261,11 @@ def _op(name: str, buffers: str, x: Tensor, length: int, width: int, channels: i
     Args:
         length, width, channels: T, D and N.
     """
-    _OPEN[buffers].order.record(name, (len(x), length, width, channels))
-    return _OPEN[buffers].op(torch.Size((len(x), length, width)), x.dtype)
+    shape = len(x), length, width, channels
+    _OPEN[buffers].order.record(name, shape)
+    op = _OPEN[buffers].op(torch.Size(shape[:3]), x.dtype)
+    op.name = name
+    return op
 
 
 def _fake_backward(_dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megalin.parallel.heartbeats import current
+from megalin.parallel.heartbeats import CollectiveObserver, current
 
 # torch 2.12 renamed these two; the old names warn there, the new ones do not exist in 2.11.
 _gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -58,11 +60,54 @@ def _launch(op: str, x: Tensor, axis: Axis, collective: Callable[[], Tensor]) ->
     heartbeat = current()
     if x.device.type not in SYNCHRONOUS_DEVICES:
         heartbeat.record(op, axis.name, x.shape)
-        return collective()
+        if heartbeat.observer is None:
+            return collective()
+        return _ObservedResult.of(collective(), _ObservedWait(heartbeat.observer, op, axis.name, x.shape))
     heartbeat.start_wait(op, axis.name, x.shape)
     result = wait_tensor(collective())
     heartbeat.end_wait()
     return result
+
+
+class _ObservedWait:
+    """The compute stream's wait for a collective, which is observed once."""
+
+    def __init__(self, observer: CollectiveObserver, op: str, axis: str, shape: Sequence[int]) -> None:
+        self._observer, self._what, self._is_over = observer, (op, axis, shape), False
+
+    def observed(self) -> AbstractContextManager[None]:
+        """Observes the wait that the body launches."""
+        before, self._is_over = self._is_over, True
+        return nullcontext() if before else self._observer.collective(*self._what, waits=True)
+
+
+class _ObservedResult(functional.AsyncCollectiveTensor):
+    """Pending result of a collective whose wait is observed. Views of it are such results too."""
+
+    __slots__ = ["observed_wait"]
+    observed_wait: _ObservedWait
+
+    @classmethod
+    def of(cls, result: Tensor, observed_wait: _ObservedWait) -> Tensor:
+        """The pending result of a collective, observed; other tensors as they are."""
+        if not isinstance(result, functional.AsyncCollectiveTensor):
+            return result
+        found = cls(result.elem)
+        found.completed, found.observed_wait = result.completed, observed_wait
+        return found
+
+    def trigger_wait(self) -> Tensor:
+        """Waits at the first call; returns the plain tensor."""
+        with self.observed_wait.observed():
+            return super().trigger_wait()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        waits = [each.observed_wait for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return tree_map_only(functional.AsyncCollectiveTensor, lambda view: cls.of(view, waits[0]), result)
 
 
 def _wait_at_once(result: Tensor, x: Tensor) -> Tensor:
@@ -224,6 +269,8 @@ def wait_tensor(x: Tensor) -> Tensor:
     """`x` as a plain tensor; waits where it is the pending result of a collective. Not differentiable."""
     if not isinstance(x, functional.AsyncCollectiveTensor):
         return x
+    if isinstance(x, _ObservedResult):
+        return x.trigger_wait()
     with current().measure_wait():
         return x.trigger_wait()
 

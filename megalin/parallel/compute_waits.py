@@ -2,16 +2,18 @@
 
 The host launches a step ahead of the GPU, so its clock does not show these waits. One event is recorded on the compute
 stream right before it waits for the result of a collective, the other one right after it. A collective that overlaps
-with computation counts only for the time in which the computation stands still.
+with computation counts only for the time in which the computation stands still. In a CUDA graph, whose events have only
+the times of its last replay, an observer of the capture measures the waits, and their sum is added after each replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 _Pair = tuple[Any, Any]
 """Two events with timing, the earlier one first."""
@@ -28,6 +30,8 @@ class OwnDuration(NamedTuple):
     waits: list[_Pair]
     free: list[Any]
     """Receives the events after they were read."""
+    replayed: list[Tensor]
+    """Sums of the waits within replays of CUDA graphs, [1] int64, ns, in host memory."""
 
     def seconds(self) -> float:
         """The own time, s, without a wait of the host. To be called once, after the device has reached the last event:
@@ -36,7 +40,7 @@ class OwnDuration(NamedTuple):
         own -= sum(start.elapsed_time(end) for start, end in self.waits)
         for pair in (*self.intervals, *self.waits):
             self.free.extend(pair)
-        return own / 1e3
+        return own / 1e3 - sum(float(waited) for waited in self.replayed) / 1e9
 
 
 class ComputeWaits:
@@ -48,11 +52,18 @@ class ComputeWaits:
     Args:
         cuda_stream: the compute stream.
         make_event: creates an event with timing; events are reused.
+        captured_on: the CUDA stream on which forwards and backwards run that are captured.
     """
 
-    def __init__(self, cuda_stream: Any, make_event: Callable[[], Any] = _timed_event) -> None:
+    def __init__(
+        self, cuda_stream: Any, make_event: Callable[[], Any] = _timed_event, *, captured_on: Any = None
+    ) -> None:
         self.cuda_stream = cuda_stream
+        self.waiting_cuda_streams = (cuda_stream, captured_on)
+        """CUDA streams whose waits count."""
         self._make_event = make_event
+        self._observer: Callable[[], AbstractContextManager[None]] | None = None
+        self._replayed: list[Tensor] = []
         self._free: list[Any] = []
         self._intervals: list[_Pair] = []
         self._waits: list[_Pair] = []
@@ -72,24 +83,45 @@ class ComputeWaits:
     def end_step(self) -> OwnDuration:
         """Ends a step, and starts the next one's first interval."""
         self.leave()
-        duration = OwnDuration(self._intervals, self._waits, self._free)
-        self._intervals, self._waits = [], []
+        duration = OwnDuration(self._intervals, self._waits, self._free, self._replayed)
+        self._intervals, self._waits, self._replayed = [], [], []
         self.enter()
         return duration
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measures the compute stream's wait that the body launches."""
+    def measured(self, cuda_stream: Any = None) -> Iterator[None]:
+        """Measures the wait of a CUDA stream, by default the compute stream, that the body launches."""
+        if self._observer is not None:
+            with self._observer():
+                yield
+            return
         if self._entered is None:
             yield
             return
-        before = self._mark()
+        before = self._mark(cuda_stream)
         yield
-        self._waits.append((before, self._mark()))
+        self._waits.append((before, self._mark(cuda_stream)))
 
-    def _mark(self) -> Any:
+    def measured_on_current(self) -> AbstractContextManager[None]:
+        """Measures the wait of the current CUDA stream that the body launches."""
+        return self.measured(torch.cuda.current_stream())
+
+    @contextmanager
+    def observed_by(self, observer: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Measures the waits of the body, which is captured, by another observer."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    def add_replay(self, waited: Tensor) -> None:
+        """Adds the sum of the waits within a replay, as `OwnDuration.replayed`."""
+        self._replayed.append(waited)
+
+    def _mark(self, cuda_stream: Any = None) -> Any:
         event = self._free.pop() if self._free else self._make_event()
-        event.record(self.cuda_stream)
+        event.record(self.cuda_stream if cuda_stream is None else cuda_stream)
         return event
 
 
@@ -100,10 +132,10 @@ class _CollectiveEnd(torch.cuda.Event):
 
     def wait(self, cuda_stream: Any = None, /) -> None:
         """Makes a CUDA stream wait for the collective."""
-        if cuda_stream != self.waits.cuda_stream:
+        if cuda_stream is None or cuda_stream not in self.waits.waiting_cuda_streams:
             super().wait(cuda_stream)
             return
-        with self.waits.measured():
+        with self.waits.measured(cuda_stream):
             super().wait(cuda_stream)
 
 

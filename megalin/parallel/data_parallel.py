@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from megalin.parallel.collectives import SYNCHRONOUS_DEVICES
+from megalin.parallel.collectives import SYNCHRONOUS_DEVICES, wait_tensor
 from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
 from megalin.parallel.embedding import VocabParallelEmbedding
-from megalin.parallel.heartbeats import current
+from megalin.parallel.heartbeats import CollectiveObserver, current
 from megalin.parallel.mesh import Mesh
 from megalin.parallel.shard_dim import shard_dim
 from megalin.parallel.tensor_parallel import local
@@ -120,7 +120,9 @@ def _recorded(op: str, x: Tensor, async_op: bool) -> AbstractContextManager[None
     if x.device.type in SYNCHRONOUS_DEVICES and not async_op:
         return heartbeat.waiting(op, "shard", x.shape)
     heartbeat.record(op, "shard", x.shape)
-    return nullcontext()
+    if heartbeat.observer is None or async_op:
+        return nullcontext()
+    return heartbeat.observer.collective(op, "shard", x.shape)
 
 
 class _SumOfOneRank(DefaultReduceScatter):
@@ -182,7 +184,8 @@ def finish_backward(model: nn.Module, mesh: Mesh) -> None:
             gradient = full.grad if weight.unsharded_accumulated_grad is None else weight.unsharded_accumulated_grad
             if gradient is not None:
                 shard = weight.sharded_param
-                gradient = weight.to_sharded_dtensor(local(gradient).to(shard.grad_dtype))
+                # Of a replicated weight it may be the pending result of a collective, which has no address.
+                gradient = weight.to_sharded_dtensor(wait_tensor(local(gradient)).to(shard.grad_dtype))
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
             full.grad, weight.unsharded_accumulated_grad = None, None
 
@@ -193,7 +196,7 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            found[name], weight.grad = local(weight.grad), None
+            found[name], weight.grad = wait_tensor(local(weight.grad)), None
     return found
 
 
@@ -235,14 +238,58 @@ def measure_waits(model: nn.Module, waits: ComputeWaits) -> None:
         setattr(context, name, measuring_cuda_stream(getattr(context, name), waits))
 
 
+class _AllReduceStream(torch.cuda.Stream):
+    """FSDP's CUDA stream of all-reduces over replicas, with an observer: before each one it waits for another stream,
+    and after it records an event."""
+
+    observer: CollectiveObserver
+    plain: torch.cuda.Stream
+    observed: AbstractContextManager[None] = nullcontext()
+
+    def wait_event(self, event: Any) -> None:
+        """Waits for an event, which `wait_stream` records on another CUDA stream."""
+        super().wait_event(event)
+        with torch.cuda.stream(self):
+            self.observed = self.observer.collective("all_reduce of gradients", "replicate", ())
+            self.observed.__enter__()
+
+    def record_event(self, event: Any = None) -> Any:
+        """Records `event`, or a new one of the plain stream."""
+        with torch.cuda.stream(self):
+            self.observed.__exit__(None, None, None)
+        self.observed = nullcontext()
+        return self.plain.record_event(event)
+
+
+@contextmanager
+def _observed_all_reduces(context: Any, observer: CollectiveObserver | None) -> Iterator[None]:
+    """Observes the all-reduces over replicas that FSDP launches in the body.
+
+    Args:
+        context: FSDP's, with its CUDA streams.
+    """
+    if observer is None:
+        yield
+        return
+    plain = context.all_reduce_stream
+    found = _AllReduceStream(stream_id=plain.stream_id, device_index=plain.device_index, device_type=plain.device_type)
+    found.observer, found.plain = observer, plain
+    name = "all_reduce_stream"
+    setattr(context, name, found)
+    try:
+        yield
+    finally:
+        setattr(context, name, plain)
+
+
 @contextmanager
 def ordered_cuda_streams(model: nn.Module) -> Iterator[None]:
     """Orders FSDP's CUDA streams of a model that has run, which gather weights and reduce gradients, after the current
     stream's work before the body, and before its work after the body: a CUDA graph that is captured of the body then
-    contains all of their work, and ends with it."""
+    contains all of their work, and ends with it. The heartbeat's observer observes all-reduces too."""
     assert isinstance(model, FSDPModule), type(model)
     context = model._get_fsdp_state()._comm_ctx
-    current = context.device_handle.current_stream()
+    outside = context.device_handle.current_stream()
     streams = [
         context.all_gather_copy_in_stream,
         context.all_gather_stream,
@@ -250,7 +297,8 @@ def ordered_cuda_streams(model: nn.Module) -> Iterator[None]:
         context.all_reduce_stream,
     ]
     for stream in streams:
-        stream.wait_stream(current)
-    yield
+        stream.wait_stream(outside)
+    with _observed_all_reduces(context, current().observer):
+        yield
     for stream in streams:
-        current.wait_stream(stream)
+        outside.wait_stream(stream)

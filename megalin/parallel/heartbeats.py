@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 from megalin.errors import StorageError
 
@@ -93,15 +93,30 @@ class LaunchedOp(NamedTuple):
     """Launches of the rank before it on the same axis."""
 
 
+class CollectiveObserver(Protocol):
+    """Observer of collectives on GPUs."""
+
+    def collective(
+        self, op: str, axis: str, shape: Sequence[int], *, waits: bool = False
+    ) -> AbstractContextManager[None]:
+        """Observes a collective for which the current CUDA stream, with `waits` the compute stream, waits in the
+        body."""
+
+
 class Heartbeat:
     """Writer of a rank's slot and ring, which start in the phase "start", without launches.
 
     Attributes:
         wait_seconds: time in collectives and in reading of samples so far.
         measure_wait: measures the wait of a GPU's compute stream that its body launches, where a run does so.
+        observer: observes the collectives that are launched; None: nothing does.
+        pending: describes the collective in which the device waits for other ranks, where it says so itself; else
+            empty. Called in any thread.
     """
 
     measure_wait: Callable[[], AbstractContextManager[None]]
+    observer: CollectiveObserver | None
+    pending: Callable[[], str]
 
     def __init__(self) -> None:
         self._buffer: bytearray | mmap.mmap = bytearray(_SLOT_BYTES + _NOTE_BYTES + _RING_BYTES)
@@ -114,6 +129,7 @@ class Heartbeat:
         self._waiting_since = 0.0
         self.wait_seconds = 0.0
         self.measure_wait = nullcontext
+        self.observer, self.pending = None, str
         self._write()
 
     def move_to(self, file: HeartbeatFile, rank: int) -> None:

@@ -133,9 +133,11 @@ class Watchdog:
         self._close_stacks()
 
     def _record_blocked_call(self, own: RankView) -> None:
-        """Records the collective of a library in which the main thread has waited for a while."""
+        """Records the collective of a library in which the main thread has waited for a while, or in which its device
+        waits in a CUDA graph."""
         if own.slot.state in ("computing", "blocked") and own.idle_seconds > POLL_SECONDS:
-            self._heartbeat.set_blocked(blocked_call(self._main_thread), own.slot.seconds)
+            call = blocked_call(self._main_thread) or self._heartbeat.pending()
+            self._heartbeat.set_blocked(call, own.slot.seconds)
 
     @property
     def median_step_seconds(self) -> float:

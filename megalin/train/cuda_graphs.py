@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 from megalin.data.batch import AnyBatch, map_fields
 from megalin.errors import ConfigError
 from megalin.model.build import Model
+from megalin.parallel.agreement import on_every_rank, world_size
+from megalin.parallel.compute_waits import ComputeWaits
 from megalin.parallel.data_parallel import ordered_cuda_streams
 from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.step_record import StepRecord
 from megalin.parallel.weight_copies import refresh_weight_copies
 from megalin.train.graph_choice import (
     StepMemory,
@@ -48,9 +51,12 @@ class GradientGraph:
     With attention that `reads_documents` a graph is valid within bounds of a step's documents (`GraphDocuments`). A
     step outside of them drops it and runs eagerly, and the next step within the new ones is captured again.
 
-    Where it is `automatic`, in a run of one rank, it stays eager if the host waits for the device in a step, or if the
-    graph would take too much memory, and drops a graph before evaluations if little memory is left
-    (docs/adr/0021-automatic-cuda-graphs.md); `report_lines` has the reason.
+    Where it is `automatic`, it stays eager if the host of a rank waits for its device in a step, or if a rank's graph
+    would take too much memory, and drops graphs before evaluations if a rank has little memory left
+    (docs/adr/0021-automatic-cuda-graphs.md); `report_lines` has the reason. All ranks decide the same.
+
+    On several ranks the graph contains marks of its collectives (`StepRecord`), from which the watchdog of this rank
+    finds the one in which its device waits.
 
     Raises:
         ConfigError: no GPU, or settings under which a captured collective reads unmapped memory.
@@ -75,7 +81,11 @@ class GradientGraph:
         if (obstacle := allocator_obstacle(os.environ)) is not None:
             raise ConfigError(f"train.cuda_graphs = true with {obstacle.cause}; set {obstacle.remedy}")
         self._model, self._mesh, self._loss_scale = model, mesh, loss_scale
-        self._stream = torch.cuda.Stream(mesh.device)
+        self.cuda_stream = torch.cuda.Stream(mesh.device)
+        """The CUDA stream on which eager steps run before the capture, and which is captured."""
+        self.waits: ComputeWaits | None = None
+        """Measures the compute stream's waits for other ranks; set before the capture."""
+        self._step_record: StepRecord | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
         self._automatic, self._refused, self._is_chosen = automatic, False, not automatic
@@ -125,6 +135,8 @@ class GradientGraph:
             map_fields(Tensor.copy_, recorded, batch)
         self._graph.replay()
         self._replays += 1
+        if self.waits is not None and self._step_record is not None:
+            self.waits.add_replay(self._step_record.waited())
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         return self._result
@@ -146,10 +158,10 @@ class GradientGraph:
         if is_measured:
             torch.cuda.empty_cache()
         outside = torch.cuda.current_stream()
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream), recorded_waits(self._waits) if is_measured else nullcontext():
+        self.cuda_stream.wait_stream(outside)
+        with torch.cuda.stream(self.cuda_stream), recorded_waits(self._waits) if is_measured else nullcontext():
             result = accumulate_gradients(self._model, batches, self._mesh, self._loss_scale)
-        outside.wait_stream(self._stream)
+        outside.wait_stream(self.cuda_stream)
         if is_measured:
             self._reserved = torch.cuda.memory_reserved(self._mesh.device)
         return result
@@ -160,7 +172,7 @@ class GradientGraph:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         memory = StepMemory(eager, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
-        obstacle = waits_obstacle(self._waits) or memory_obstacle(memory)
+        obstacle = first_obstacle(waits_obstacle(self._waits) or memory_obstacle(memory))
         if obstacle is None:
             try:
                 self._graph = self._record(batches)
@@ -170,9 +182,10 @@ class GradientGraph:
                     f'train.cuda_graphs = "auto": a step cannot be captured in a CUDA graph ({cause}); set it to false'
                 ) from error
             captured = torch.cuda.memory_reserved(device)
-            obstacle = growth_obstacle(eager, captured)
+            obstacle = first_obstacle(growth_obstacle(eager, captured))
         if obstacle is None:
-            self._is_chosen, self._is_dropped_for_evaluations = True, leaves_no_evaluation(memory)
+            self._is_chosen = True
+            self._is_dropped_for_evaluations = any(on_every_rank(lambda: leaves_no_evaluation(memory)))
             self._lines.append(chosen_line(eager, captured, is_dropped=self._is_dropped_for_evaluations))
         else:
             self._refused = True
@@ -207,14 +220,31 @@ class GradientGraph:
         self._batches = [map_fields(Tensor.clone, batch) for batch in batches]
         if self._documents is not None:
             self._documents.declare(self._batches)
-        graph = torch.cuda.CUDAGraph()
-        # Meanwhile other threads pin batches and watch NCCL.
-        recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-        with recording, ordered_cuda_streams(self._model):
+        if self._step_record is None and world_size() > 1:
+            self._step_record = StepRecord.on(self._mesh.device)
+            current().pending = self._step_record.pending
+        graph, record = torch.cuda.CUDAGraph(), self._step_record
+        if record is not None:
+            record.reset()
+        with ExitStack() as stack:
+            # Meanwhile other threads pin batches and watch NCCL.
+            stack.enter_context(torch.cuda.graph(graph, stream=self.cuda_stream, capture_error_mode="thread_local"))
+            if record is not None:
+                stack.enter_context(record.recording(current(), self.waits))
+            stack.enter_context(ordered_cuda_streams(self._model))
             self._result = accumulate_gradients(self._model, self._batches, self._mesh, self._loss_scale)
         self._gradients = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         current().enter("step")
         return graph
+
+
+def first_obstacle(own: str | None) -> str | None:
+    """The obstacle of the first rank that has one, the same on every rank; None: no rank has. A collective."""
+    found = on_every_rank(lambda: own or "")
+    rank = next((rank for rank, obstacle in enumerate(found) if obstacle), None)
+    if rank is None or len(found) == 1:
+        return own
+    return f"rank {rank}: {found[rank]}"
 
 
 @contextmanager

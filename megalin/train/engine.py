@@ -149,6 +149,8 @@ class FullyShardedEngine:
         self._mesh, self._max_grad_norm = mesh, config.optimizer.max_grad_norm
         self._copied: torch.cuda.Event | None = None
         self._graph = self._make_graph(config)
+        # In a graph, unless collectives run in compiled blocks or through symmetric memory.
+        self._sees_every_wait = not train.compile and mesh.tp.buffers is None
         self._hooks = UpdateHooks(hooks, partial(weights, self.model))
         self._has_stepped = False
 
@@ -190,6 +192,7 @@ class FullyShardedEngine:
         else:
             self.timer.start()
             losses, counts = self._graph.accumulate_gradients(batches)
+            self.timer.measures_every_wait = self._graph.is_captured and self._sees_every_wait
             launched = apply_gradients(self.model, self._optimizer, losses, counts, **options)
         self._hooks.after_update(applied=launched.applied, step=step)
         if self.timer.waits is None and self._compares_own_times:
@@ -205,16 +208,19 @@ class FullyShardedEngine:
 
     @property
     def _compares_own_times(self) -> bool:
-        """Whether waits of this rank's GPU are measured: some are not seen in the stages of a pipeline and in a CUDA
-        graph, and without ranks that read other samples there is nothing to compare."""
-        eager = self._graph is None and self._mesh.pp.size == 1
-        return eager and self._mesh.device.type == "cuda" and self._mesh.samples.size > 1
+        """Whether waits of this rank's GPU are measured: some are not seen in the stages of a pipeline, and eagerly
+        those within blocks, so that without ranks that read other samples there is nothing to compare."""
+        ranks = self._mesh.samples.size if self._graph is None else dist.get_world_size()
+        return self._mesh.device.type == "cuda" and self._mesh.pp.size == 1 and ranks > 1
 
     def _measure_waits(self) -> None:
         """Measures this rank's own time from the next step on; FSDP has created its CUDA streams in the first one."""
-        self.timer.waits = waits = ComputeWaits(torch.cuda.current_stream())
+        captured_on = None if self._graph is None else self._graph.cuda_stream
+        self.timer.waits = waits = ComputeWaits(torch.cuda.current_stream(), captured_on=captured_on)
         measure_waits(self.model, waits)
-        self._mesh.launches.measure_wait = waits.measured
+        self._mesh.launches.measure_wait = waits.measured_on_current
+        if self._graph is not None:
+            self._graph.waits = waits
 
     def report_lines(self) -> list[str]:
         return [] if self._graph is None else self._graph.report_lines()

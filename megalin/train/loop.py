@@ -257,11 +257,11 @@ class TrainingLoop:
 
     def _watch_own_times(self, step: int, data: StepData) -> None:
         """Warns of a slow rank, by the ranks' own times: on CPUs in the launch of the step before, on GPUs in the step
-        finished last, where the engine measures them. The stages of a pipeline differ."""
-        # The first step compiles.
+        finished last, where the engine measures them. The stages of a pipeline differ, and the first step compiles."""
         comparable = step > self.resumed_step + 2 and self.mesh.pp.size == 1 and all(data.own_seconds)
-        if comparable and (slow := self._stragglers.add(data.own_seconds)) and self.mesh.is_first_rank:
-            _log.warning("step %d: %s", step, slow)
+        named = comparable and self._stragglers.add(data.own_seconds, each=self.engine.timer.measures_every_wait)
+        if named and self.mesh.is_first_rank:
+            _log.warning("step %d: %s", step, named)
 
     def _warn_of_spike(self, finished: FinishedStep, spike: SpikeReading) -> None:
         """Warns of a step whose loss or norm is a spike, with its samples."""

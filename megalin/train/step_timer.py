@@ -56,6 +56,7 @@ class StepTimer:
 
     Attributes:
         waits: measures this rank's own time in each step; None: it is not measured.
+        measures_every_wait: whether no wait for another rank is left out, so that ranks of a block can be compared.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,6 +64,7 @@ class StepTimer:
         self._start: _Timestamp | None = None
         self._intervals: list[tuple[_Timestamp, _Timestamp]] = []
         self.waits: ComputeWaits | None = None
+        self.measures_every_wait = False
 
     def start(self) -> None:
         """Marks the start of a step; only the first one, and one after a pause, is measured from here."""

@@ -80,24 +80,31 @@ class StragglerMonitor:
     """Finds the slowest rank of the last steps, and reports it where it stays slow.
 
     Args:
-        group_size: neighbouring ranks that wait for each other in collectives whose waits are not measured. Each has
-            the own time of the slowest of them, so that only groups can be compared.
+        group_size: neighbouring ranks that wait for each other in collectives whose waits are not always measured.
+            Where they are not, each has the own time of the slowest of them, so that only groups can be compared.
     """
 
     def __init__(self, group_size: int = 1) -> None:
-        self._group_size = group_size
+        self._group_size = self._size = group_size
         self._steps: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._num_steps = self._next_report = 0
         self._slow_group, self._slow_steps = -1, 0
         self.slowest: SlowestRank | None = None
         """Of the last steps; None before there are 10, and in a run of one rank or group."""
 
-    def add(self, own_seconds: Sequence[float]) -> str:
+    def add(self, own_seconds: Sequence[float], *, each: bool = False) -> str:
         """Adds the own time of each rank in a step; returns a message for people if a rank has been slow for 10 steps,
-        at most every 1,000 steps."""
+        at most every 1,000 steps.
+
+        Args:
+            each: the waits for all ranks were measured, also within groups.
+        """
+        size = 1 if each else self._group_size
+        if size != self._size:
+            self._size, self.slowest = size, None
+            self._steps.clear()
         self._num_steps += 1
         self._steps.append(own_seconds)
-        size = self._group_size
         if len(own_seconds) <= size or len(self._steps) < WINDOW:
             return ""
         shortest = [sorted(times)[DISREGARDED] for times in zip(*self._steps, strict=True)]

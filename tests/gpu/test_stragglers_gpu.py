@@ -13,7 +13,14 @@ pytestmark = needs_gpus(2)
 
 
 def run(
-    tmp_path: Path, *, steps: int, slow_rank: int, parallel: dict[str, int], width: int = 1024, length: int = 1024
+    tmp_path: Path,
+    *,
+    steps: int,
+    slow_rank: int,
+    parallel: dict[str, int],
+    width: int = 1024,
+    length: int = 1024,
+    graphs: object = "auto",
 ) -> tuple[str, list[dict[str, float]]]:
     """Trains on two ranks; returns the output and the metrics."""
     block = [{"type": "tnl", "num_heads": width // 128}, {"type": "glu", "intermediate_size": width * 11 // 4}]
@@ -21,7 +28,13 @@ def run(
         tmp_path,
         model={"hidden_size": width, "layers": [{"sublayers": block}] * 6},
         data={"sequence_length": length, "validation": []},
-        train={"steps": steps, "global_batch_size": 16, "micro_batch_size": 4, "dtype": "bfloat16"},
+        train={
+            "steps": steps,
+            "global_batch_size": 16,
+            "micro_batch_size": 4,
+            "dtype": "bfloat16",
+            "cuda_graphs": graphs,
+        },
         optimizer={"lr": 1e-4},
         parallel=parallel,
         checkpoint={"every_steps": 100},
@@ -33,9 +46,9 @@ def run(
 
 
 @pytest.mark.parametrize("parallel", [{}, {"zero": 1}, {"shard": 1}], ids=["zero_3", "zero_1", "replicas"])
-@pytest.mark.parametrize("slow_rank", [0, 1])
-def test_rank_whose_gpu_is_slow_is_named_within_20_steps(tmp_path, slow_rank, parallel):
-    output, lines = run(tmp_path, steps=26, slow_rank=slow_rank, parallel=parallel)
+@pytest.mark.parametrize(("slow_rank", "graphs"), [(0, "auto"), (1, False)])
+def test_rank_whose_gpu_is_slow_is_named_within_20_steps(tmp_path, slow_rank, graphs, parallel):
+    output, lines = run(tmp_path, steps=26, slow_rank=slow_rank, parallel=parallel, graphs=graphs)
     named = re.findall(r"step (\d+): rank (\d) is slow", output)
     assert len(named) == 1, output[-2000:]
     assert named[0][1] == str(slow_rank)
@@ -53,6 +66,12 @@ def test_no_rank_of_equal_gpus_is_named(tmp_path):
 
 
 def test_ranks_that_wait_for_each_other_in_blocks_are_not_compared(tmp_path):
-    output, lines = run(tmp_path, steps=26, slow_rank=1, parallel={"tp": 2})
+    output, lines = run(tmp_path, steps=26, slow_rank=1, parallel={"tp": 2}, graphs=False)
     assert "is slow" not in output
     assert not any("slowest_rank" in line for line in lines)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_ranks_that_wait_for_each_other_in_blocks_are_compared_in_graphs(tmp_path, parallel):
+    output, _ = run(tmp_path, steps=30, slow_rank=1, parallel=parallel)
+    assert re.findall(r"rank (\d) is slow", output) == ["1"]

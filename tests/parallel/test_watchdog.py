@@ -148,8 +148,8 @@ def test_first_step_which_compiles_does_not_raise_the_limit_for_long(tmp_path):
 
 
 def _rank(path: Path, folder: Path, rank: int, fault: str, start: Any) -> None:
-    """A rank of a step in which rank 1 is stopped, killed or stuck. Its standard error is a file; that of rank 3, where
-    rank 1 is stopped, is a pipe that nobody reads."""
+    """A rank of a step in which rank 1 is stopped, killed or stuck, or its device is stuck. Its standard error is a
+    file; that of rank 3, where rank 1 is stopped, is a pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     if (fault, rank) != ("SIGSTOP", 3):
@@ -166,6 +166,9 @@ def _rank(path: Path, folder: Path, rank: int, fault: str, start: Any) -> None:
         heartbeat.enter("step")
         if fault == "C call" and rank == 1:
             ctypes.PyDLL(None).sleep(60)  # keeps Python's lock
+        while fault == "replay":  # the hosts wait for their devices, of which that of rank 1 waits for no other
+            heartbeat.pending = (lambda: "") if rank == 1 else (lambda: "all_gather of weights [8] on shard")
+            time.sleep(60)
         while rank == 1:
             heartbeat.record("op", "data", (1,))
             time.sleep(0.05)
@@ -178,9 +181,9 @@ def _rank(path: Path, folder: Path, rank: int, fault: str, start: Any) -> None:
     time.sleep(60)  # the process group's shutdown waits for kernels
 
 
-@pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL"])
+@pytest.mark.parametrize("fault", ["SIGSTOP", "C call", "SIGKILL", "replay"])
 def test_watchdogs_end_all_processes(tmp_path, fault):
-    count, context = 3 if fault == "C call" else 4, fork_context()
+    count, context = 3 if fault in ("C call", "replay") else 4, fork_context()
     file = HeartbeatFile.create(count)
     start = context.Barrier(count + 1, timeout=60.0)
     ranks = [
@@ -206,13 +209,15 @@ def test_watchdogs_end_all_processes(tmp_path, fault):
         assert codes[3] == 7
     assert [codes[0], codes[2]] == [code, code]
     # The signal for the stacks ends that sleep early: then this rank reads the others' verdict and leaves by itself.
-    assert codes[1] in ((-9, 7) if fault == "C call" else (-9,))
+    assert codes[1] in ((-9,) if fault.startswith("SIG") else (-9, 7))
     what = "rank 1 died" if fault == "SIGKILL" else "rank 1 stalled: no progress for "
     assert (tmp_path / "reported").read_text().startswith(f"0: {what}")
     texts = [(tmp_path / f"stderr {rank}").read_text() for rank in range(3)]
     for rank in (0, 2):
         assert what in texts[rank]
         assert "in _rank" in (tmp_path / "stacks" / f"rank-{rank}.txt").read_text()
+    if fault == "replay":
+        assert "rank 0 waits in all_gather of weights [8] on shard" in texts[2]
     if fault == "C call":
         assert "in _rank" in (tmp_path / "stacks" / "rank-1.txt").read_text()
     assert file.note(2) == texts[2].strip().partition("Error: ")[2]

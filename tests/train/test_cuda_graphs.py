@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalin.data.batch import Batch
 from megalin.errors import ConfigError
 from megalin.parallel import sequence_documents
 from megalin.train import cuda_graphs
 from megalin.train.config import RunConfig
-from megalin.train.cuda_graphs import WARM_UP_STEPS, GradientGraph, recorded_waits
+from megalin.train.cuda_graphs import WARM_UP_STEPS, GradientGraph, first_obstacle, recorded_waits
 from megalin.train.graph_choice import (
     StepMemory,
     automatic_obstacle,
@@ -28,6 +29,7 @@ from megalin.train.graph_choice import (
 )
 from tests.cases import TOY, build, model
 from tests.model_runs import model_table
+from tests.ranks import run_ranks
 
 
 def graph_on(device: str) -> GradientGraph:
@@ -93,6 +95,17 @@ def obstacle(config: RunConfig, *, device: str = "cuda", world_size: int = 1, **
     return automatic_obstacle(config, device=device, world_size=world_size, environment=environment)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "compiled"),
+    [(1, {}, True), (2, {}, True), (2, {"tp": 2, "sequence_parallel": True}, False), (4, {"tp": 2, "cp": 2}, False)]
+    + [(4, {"zero": zero, "cp": 2}, False) for zero in range(4)],
+)
+def test_graphs_are_automatic_on_meshes(world_size, parallel, compiled):
+    config = run_config(parallel=parallel, train={"compile": compiled})
+    assert obstacle(config, world_size=world_size) is None
+    assert obstacle(run_config(train={"global_batch_size": 128}), world_size=2) is None
+
+
 def test_graphs_are_automatic_on_one_gpu():
     config = run_config()
     assert obstacle(config) is None
@@ -116,11 +129,17 @@ def test_graphs_are_automatic_on_one_gpu():
         (run_config(train={"engine": "deepspeed"}), {}, 'train.engine = "deepspeed"'),
         (run_config(parallel={"pp": 2}), {"world_size": 2}, "parallel.pp = 2"),
         (run_config(TOY), {}, f"the mixer {TOY['type']} of another package"),
-        (run_config(), {"world_size": 2}, "2 ranks: a graph hides slow ranks.*; train.cuda_graphs = true overrides"),
+        (run_config({"type": "softmax", "num_heads": 2}), {"world_size": 2}, "mixer softmax, .* on 2 ranks"),
+        (
+            run_config(parallel={"tp": 2}, train={"compile": True}),
+            {"world_size": 2},
+            "compile = true with tensor",
+        ),
+        (run_config(train={"global_batch_size": 132}), {"world_size": 2}, "33 micro-batches a step, more than 32"),
         (run_config(train={"global_batch_size": 66}), {}, "33 micro-batches a step, more than 32"),
         (run_config(), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "remedy: NCCL_GRAPH_REGISTER=0"),
     ],
-    ids=["cpu", "deepspeed", "pp", "plugin", "ranks", "micro_batches", "segments"],
+    ids=["cpu", "deepspeed", "pp", "plugin", "documents", "compile", "of_two_ranks", "micro_batches", "segments"],
 )
 def test_a_run_without_automatic_graphs_has_a_reason(config, options, reason):
     assert re.search(reason, obstacle(config, **options) or "")
@@ -280,3 +299,14 @@ def test_waits_of_any_thread_are_recorded_and_other_warnings_shown(monkeypatch):
     assert len(places) == 2
     assert all(place.startswith(__file__) for place in places)
     assert (shown, modes) == (["another warning"], ["warn", 0])
+
+
+def _on_two_ranks(own: list[str | None]) -> str | None:
+    return first_obstacle(own[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("own", "found"), [((None, "too large"), "rank 1: too large"), ((None, None), None), (("a", "b"), "rank 0: a")]
+)
+def test_ranks_choose_a_graph_together(own, found):
+    assert run_ranks(2, _on_two_ranks, own) == [found] * 2

@@ -77,6 +77,15 @@ def test_only_group_is_compared_with_nothing():
     assert monitor.slowest is None
 
 
+def test_ranks_of_a_group_are_compared_where_every_wait_is_measured():
+    monitor = StragglerMonitor(group_size=2)
+    steps = [monitor.add([0.1, 0.3], each=number >= 20) for number in range(60)]
+    assert [number for number, text in enumerate(steps) if text] == [20 + 18]
+    assert steps[38].startswith("rank 1 is slow: ")
+    monitor.add([0.1, 0.3])
+    assert monitor.slowest is None
+
+
 def disturbed(steps: int) -> list[list[float]]:
     """Ranks of a busy host: noise of a fifth, and one step in eight three to ten times as long on one rank."""
     draw = random.Random(0)
@@ -121,7 +130,7 @@ def test_own_time_of_each_step_that_the_device_measured_counts_once(tmp_path: Pa
     wait: Any = LaunchedStep.wait
     monkeypatch.setattr(loops, "SYNCHRONOUS_DEVICES", frozenset())
     monkeypatch.setattr(LaunchedStep, "wait", lambda step: wait(step)._replace(own_seconds=step._step / 100))
-    monkeypatch.setattr(StragglerMonitor, "add", lambda _, own_seconds: counted.append(own_seconds) or "")
+    monkeypatch.setattr(StragglerMonitor, "add", lambda _, own_seconds, each: counted.append(own_seconds) or "")
     with process_group(CPU), late_results():
         train_here(write_config(tmp_path), tmp_path / "run", "checkpoint.every_steps=5")
     numbers = [round(100 * own_seconds[0]) for own_seconds in counted]

@@ -1,4 +1,5 @@
-"""Changes of a rank on a GPU: more work for its GPU or host in each step, and steps without a measurement of waits."""
+"""Changes of a rank on a GPU: more work for its GPU or host in each step, a GPU that hangs, and steps without a
+measurement of waits."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 _PAIRS = 200
 _MATMUL = 8192
 _TRIED_CYCLES = 10_000_000
+_MINUTES, _CYCLES_A_MINUTE = 5, 120_000_000_000
 
 
 def slow_blocks(milliseconds: float) -> None:
@@ -55,6 +57,20 @@ def more_matmuls(count: int) -> None:
         return take(engine, *args, **options)
 
     FullyShardedEngine.step = changed  # type: ignore[method-assign]
+
+
+def hang_before_replay(number: int) -> None:
+    """This rank's GPU sleeps for minutes before this replay of its CUDA graph."""
+    replay, count = torch.cuda.CUDAGraph.replay, [0]
+
+    def changed(graph: torch.cuda.CUDAGraph) -> None:
+        count[0] += 1
+        if count[0] == number:
+            for _ in range(_MINUTES):
+                torch.cuda._sleep(_CYCLES_A_MINUTE)  # type: ignore[no-untyped-call]
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = changed  # type: ignore[method-assign]
 
 
 def measured_until(step: int) -> None:

@@ -16,6 +16,8 @@ from fault_matrix.lab import Lab, metrics
 from fault_matrix.launch_rows import PHASES
 from fault_matrix.processes import Change, Outcome, Running
 
+SHARED_GPU = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+"""Variables of ranks that share a GPU, from NCCL 2.30 on."""
 HANG_SECONDS = 10
 """Limit of a rank without progress in these runs."""
 _START_SECONDS, _GONE_SECONDS, _POLL_SECONDS = 90.0, 5.0, 0.02
@@ -73,8 +75,7 @@ def clean_run(lab: Lab, name: str = "start of two ranks", environment: Mapping[s
 
 def shared_gpu(lab: Lab) -> CaseResult:
     """Two ranks on one GPU, which NCCL allows from 2.30 on."""
-    variables = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    return clean_run(lab, "two ranks of one GPU (needs NCCL 2.30)", variables)
+    return clean_run(lab, "two ranks of one GPU (needs NCCL 2.30)", SHARED_GPU)
 
 
 class SignalledRun:
@@ -171,6 +172,25 @@ def slow_rank(lab: Lab, slow: SlowRank) -> CaseResult:
     if found := re.search(r"a sleep takes .*", outcomes[victim].text):
         seen += f"; {found[0]}"
     return CaseResult(f"rank {victim} {slow.name}", passes, seen, _texts(outcomes))
+
+
+def hang_in_replay(lab: Lab, victim: int) -> CaseResult:
+    """The GPU of a rank hangs in a replay of a CUDA graph; the others' devices wait in a collective of it."""
+    config = _small(lab, steps=40)
+    change: dict[int, Change] = {victim: partial(gpu_changes.hang_before_replay, 3)}
+    started = time.monotonic()
+    outcomes = lab.train_on_ranks(config, change_of=change, seconds=_START_SECONDS)
+    other = outcomes[1 - victim]
+    checks = {
+        f"exit {other.code}": other.code == 7,
+        "rank named": re.search(rf"rank {victim} stalled: no progress for \d+ s in step \d+", other.text),
+        "collective named": (
+            found := re.search(rf"rank {1 - victim} waits in (.* in the CUDA graph of its step)", other.text)
+        ),
+    }
+    seen = ", ".join(text if holds else f"NOT {text}" for text, holds in checks.items())
+    seen += f", {time.monotonic() - started:.0f} s after the start{f': {found[1]}' if found else ''}"
+    return CaseResult(f"GPU of rank {victim} hangs in a replay", all(checks.values()), seen, _texts(outcomes))
 
 
 def clean_steps(lab: Lab, *, measured: int, unmeasured: int, seconds: float) -> CaseResult:

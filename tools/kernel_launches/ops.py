@@ -26,6 +26,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "silu_lrpe": ("positions.silu_lrpe",),
     "skip_gated_squares": ("norms.skip_gated_squares",),
     "srmsnorm": ("norms.srmsnorm",),
+    "step_record": ("step_record",),
     "tpe": ("scans.tpe",),
     "vector_decay_scan": ("scans.vector_decay_chunk", "scans.vector_decay_mild", "scans.vector_decay_sweep"),
 }

@@ -1,7 +1,8 @@
 """Simulated process group: one process on one GPU runs as rank 0 of several, without waiting for others.
 
 Collectives copy this rank's own tensors in place of the others', so values keep a realistic magnitude. The steps do not
-train: sums over ranks are this rank's values alone.
+train: sums over ranks are this rank's values alone. So tokens and labels must lie in this rank's slice of the
+vocabulary (`with_own_vocabulary`): the other ranks' rows of the tables do not exist.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
+
+from megalin.parallel.embedding import padded_rows
+from megalin.train.config import RunConfig
 
 
 def _done(result: Any) -> Any:
@@ -102,3 +106,10 @@ def simulated_ranks(size: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def with_own_vocabulary(run: RunConfig) -> RunConfig:
+    """The run with a vocabulary of the token ids whose rows rank 0 holds under tensor parallelism, to draw tokens from:
+    no rank would have the logit of another label, and the loss would be infinite."""
+    size = min(run.model.vocab_size, padded_rows(run.model.vocab_size) // run.parallel.tp)
+    return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": size})})
