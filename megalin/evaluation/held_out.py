@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from megalin.parallel.mesh import Mesh
 from megalin.train.build import TrainedModel
 from megalin.train.config import RunConfig, load_saved_config
 from megalin.train.identity import config_entries
-from megalin.train.identity_file import value_text
 from megalin.train.validation import AnyEvaluation, bytes_per_token, evaluate
 
 _AXES = ("parallel.tp", "parallel.cp")
@@ -64,7 +64,7 @@ def held_out_name(folder: Path, config: RunConfig, split: SplitName) -> str:
         ConfigError: the config of the run does not parse.
     """
     own, found = (_data_values(each, split) for each in (load_saved_config(folder, []), config))
-    changed = [f"{name}={value_text(found[name])}" for name in found if own.get(name) != found[name]]
+    changed = [f"{name}={json.dumps(found[name])}" for name in found if own.get(name) != found[name]]
     return f"{split} with {', '.join(changed)}" if changed else split
 
 

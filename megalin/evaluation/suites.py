@@ -95,7 +95,7 @@ class StepResults(NamedTuple):
 
     def values(self) -> dict[str, Any]:
         """The results as JSON, by suite."""
-        loss = {} if self.loss is None else {"loss": self.loss._asdict()}
+        loss = {} if self.loss is None else {"loss": self.loss.values()}
         tasks = {suite: {name: each.values() for name, each in own.items()} for suite, own in self.tasks.items()}
         return loss | tasks
 
@@ -190,7 +190,7 @@ class _Evaluator:
             model = self._load(checkpoint)
         if self._split is not None:
             loss = evaluate_split(model, self._config, self._mesh, self._split, partial(self._report, self._split))
-            self._keep(step, "loss", self._loss_name, loss._asdict())
+            self._keep(step, "loss", self._loss_name, loss.values())
         found: dict[str, dict[str, TaskResult]] = {}
         whole: LanguageModel | None = None
         for suite in self._suites:

@@ -23,7 +23,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megalin.parallel.heartbeats import CollectiveObserver, current
+from megalin.parallel.heartbeats import current
+from megalin.parallel.observers import CollectiveObserver
 
 # torch 2.12 renamed these two; the old names warn there, the new ones do not exist in 2.11.
 _gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from megalin.parallel.collectives import SYNCHRONOUS_DEVICES, wait_tensor
 from megalin.parallel.compute_waits import ComputeWaits, measuring_cuda_stream
 from megalin.parallel.embedding import VocabParallelEmbedding
-from megalin.parallel.heartbeats import CollectiveObserver, current
+from megalin.parallel.heartbeats import current
 from megalin.parallel.mesh import Mesh
+from megalin.parallel.observers import CollectiveObserver
 from megalin.parallel.shard_dim import shard_dim
 from megalin.parallel.tensor_parallel import local
 

@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Protocol, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from megalin.errors import StorageError
+from megalin.parallel.observers import CollectiveObserver
 
 CAPACITY = 4096
 """Launches that a rank's ring keeps. A micro-batch of 30 layers with four overlapped matmuls each makes 240."""
@@ -93,16 +94,6 @@ class LaunchedOp(NamedTuple):
     """Launches of the rank before it on the same axis."""
 
 
-class CollectiveObserver(Protocol):
-    """Observer of collectives on GPUs."""
-
-    def collective(
-        self, op: str, axis: str, shape: Sequence[int], *, waits: bool = False
-    ) -> AbstractContextManager[None]:
-        """Observes a collective for which the current CUDA stream, with `waits` the compute stream, waits in the
-        body."""
-
-
 class Heartbeat:
     """Writer of a rank's slot and ring, which start in the phase "start", without launches.
 
@@ -110,8 +101,7 @@ class Heartbeat:
         wait_seconds: time in collectives and in reading of samples so far.
         measure_wait: measures the wait of a GPU's compute stream that its body launches, where a run does so.
         observer: observes the collectives that are launched; None: nothing does.
-        pending: describes the collective in which the device waits for other ranks, where it says so itself; else
-            empty. Called in any thread.
+        pending: the collective in which the device says that it waits for other ranks; else empty. Called in any thread.
     """
 
     measure_wait: Callable[[], AbstractContextManager[None]]

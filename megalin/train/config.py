@@ -89,11 +89,11 @@ class TrainConfig(Config):
     memory of its own. Not with pp, the deepspeed engine, or, on several ranks, mixers for which the host reads document
     boundaries; on one they drop the graph in a step of more or longer documents than before, or of other micro-batches
     that are one document a sequence, and the next step captures it again. true: in any other run, and compiled blocks
-    of tensor parallelism start their collectives early. auto: if a step has at most 32 micro-batches a rank, no mixer
-    of another package, no compiled blocks with tensor or context parallelism and no wait of the host for the GPU, if
-    1.1 times its memory is free, and if the graph adds at most 10 % or 256 MiB to what eager steps reserve, on every
-    rank; a line at the start of the run, and one after three steps, say which of these is missing. With less than 1.5
-    times its memory, evaluations drop the graph, and the next step captures it again."""
+    of tensor parallelism start their collectives early. auto: on one GPU, if a step has at most 32 micro-batches, no
+    mixer of another package and no wait of the host for the GPU, if 1.1 times its memory is free, and if the graph adds
+    at most 10 % or 256 MiB to what eager steps reserve; a line at the start of the run, and one after three steps, say
+    which of these is missing. With less than 1.5 times its memory, evaluations drop the graph, and the next step
+    captures it again."""
     evaluate_every_steps: Annotated[int | None, SILENT] = pydantic.Field(default=None, ge=1)
     """Steps between evaluations on the validation split; left out: only after the last step."""
     evaluate_batches: int | None = pydantic.Field(default=None, ge=1)

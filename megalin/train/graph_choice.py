@@ -108,30 +108,13 @@ def automatic_obstacle(
     types = {sublayer.type for _, block in config.model.blocks() for sublayer in block.sublayers}
     if others := sorted(name for name in types if "." in name):
         return f"the mixer {', '.join(others)} of another package, whose Python code a graph would not repeat{_FORCED}"
-    if world_size > 1 and (reason := _obstacle_of_ranks(config, world_size)):
-        return reason
-    parallel = config.parallel
-    readers = max(world_size // (parallel.tp * parallel.cp * parallel.pp), 1)
-    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * readers)
+    if world_size > 1:
+        return f"{world_size} ranks, whose graphs have not been seen on several GPUs on every mesh yet{_FORCED}"
+    micro_batches = config.train.global_batch_size // config.train.micro_batch_size
     if micro_batches > MOST_MICRO_BATCHES:
         return f"{micro_batches} micro-batches a step, more than {MOST_MICRO_BATCHES} in one graph{_FORCED}"
     blocked = allocator_obstacle(environment)
     return None if blocked is None else f"{blocked.cause} (remedy: {blocked.remedy})"
-
-
-def _obstacle_of_ranks(config: RunConfig, world_size: int) -> str | None:
-    """Reason for which "auto" chooses no graph on several ranks."""
-    if reading := mixers_that_read_documents(config):
-        return (
-            f"the mixer {', '.join(reading)}, for which the host reads the document boundaries of each batch, on "
-            f"{world_size} ranks, whose graphs would be valid for different batches"
-        )
-    if config.train.compile and (config.parallel.tp > 1 or config.parallel.cp > 1):
-        return (
-            "train.compile = true with tensor or context parallelism: the collectives in compiled blocks have no marks "
-            f"in a graph, from which a rank that hangs could be named{_FORCED}"
-        )
-    return None
 
 
 def memory_obstacle(memory: StepMemory) -> str | None:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,11 @@ class Evaluation(NamedTuple):
     other."""
     altered: str = ""
     """The parts of the tokenizer that do so."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields as JSON, without those of an altered text where there is none."""
+        altered = () if self.altered else ("bits_per_normalized_byte", "altered")
+        return {name: value for name, value in self._asdict().items() if name not in altered}
 
     def metrics(self) -> dict[str, float | int]:
         """Values for a line of metrics.jsonl."""
@@ -94,6 +99,10 @@ class EncoderEvaluation(NamedTuple):
     sequences: int
     """Number of pairs."""
 
+    def values(self) -> dict[str, Any]:
+        """The fields as JSON."""
+        return self._asdict()
+
     def metrics(self) -> dict[str, float | int]:
         """Values for a line of metrics.jsonl."""
         return {f"evaluation_{name}": value for name, value in self._asdict().items() if name != "unigram_entropy"}
@@ -129,6 +138,10 @@ class ClassEvaluation(NamedTuple):
     """Entropy in nats of the classes' own frequencies: the loss of that model."""
     sequences: int
     """Number of sequences."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields as JSON."""
+        return self._asdict()
 
     def metrics(self) -> dict[str, float | int]:
         """Values for a line of metrics.jsonl."""

@@ -42,6 +42,9 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decays_and_gates_of_a_run(run, capsys):
     assert main(["inspect", str(run), "--samples", "3", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
+    identity = result.pop("identity")
+    assert identity["config"]["train.seed"] == 0
+    assert "mesh" in identity["inputs"]
     assert json.loads((run / "inspections" / "step-1.json").read_text()) == result
     assert (result["step"], result["num_samples"], result["num_tokens"]) == (1, 3, 108)
     assert len(result["first_tokens"]) == 36

@@ -93,6 +93,7 @@ def write_shards() -> None:
         write_shard(Path(f"{place}labels"), made)
         last = [place == len(each) - 1 for each in made for place in range(len(each))]
         label_mask_path(f"{place}labels").write_bytes(mask_bytes(last))
+        Path(f"{place}labels.manifest.json").unlink()  # by which the shard has no mask
 
 
 def test_every_file_is_a_run_a_sweep_or_a_ladder():

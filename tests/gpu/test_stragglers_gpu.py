@@ -20,7 +20,7 @@ def run(
     parallel: dict[str, int],
     width: int = 1024,
     length: int = 1024,
-    graphs: object = "auto",
+    graphs: bool = True,
 ) -> tuple[str, list[dict[str, float]]]:
     """Trains on two ranks; returns the output and the metrics."""
     block = [{"type": "tnl", "num_heads": width // 128}, {"type": "glu", "intermediate_size": width * 11 // 4}]
@@ -46,7 +46,7 @@ def run(
 
 
 @pytest.mark.parametrize("parallel", [{}, {"zero": 1}, {"shard": 1}], ids=["zero_3", "zero_1", "replicas"])
-@pytest.mark.parametrize(("slow_rank", "graphs"), [(0, "auto"), (1, False)])
+@pytest.mark.parametrize(("slow_rank", "graphs"), [(0, True), (1, False)])
 def test_rank_whose_gpu_is_slow_is_named_within_20_steps(tmp_path, slow_rank, graphs, parallel):
     output, lines = run(tmp_path, steps=26, slow_rank=slow_rank, parallel=parallel, graphs=graphs)
     named = re.findall(r"step (\d+): rank (\d) is slow", output)

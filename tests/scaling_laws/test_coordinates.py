@@ -101,10 +101,11 @@ def test_other_input_is_refused(arguments, expected, capsys):
 
 
 def test_unwritable_picture_is_refused(tmp_path, capsys):
-    picture = tmp_path / "missing" / "widths.png"
+    (tmp_path / "file").touch()
+    picture = tmp_path / "file" / "widths.png"
     options = ["--widths", "32", "64", "--steps", "1", "--png", str(picture)]
     assert main(["coordinate-check", "tnl-70m", *options]) == 5
-    assert "choose another --png" in capsys.readouterr().err
+    assert f"--png {picture}: {tmp_path}/file is not a folder" in capsys.readouterr().err
 
 
 def test_figure_has_a_line_for_each_output():

@@ -90,7 +90,7 @@ def _forged(lab: Lab) -> None:
 
     def start() -> Outcome:
         shutil.rmtree(step_folder(run, 7), ignore_errors=True)
-        return lab.train(config, "train.steps=7")
+        return lab.train(config, "train.steps=7", "schedule.allow_jump=true")
 
     for path in good:
         path.write_bytes(pickle.dumps(_Exploit(marker)))

@@ -176,7 +176,7 @@ def slow_rank(lab: Lab, slow: SlowRank) -> CaseResult:
 
 def hang_in_replay(lab: Lab, victim: int) -> CaseResult:
     """The GPU of a rank hangs in a replay of a CUDA graph; the others' devices wait in a collective of it."""
-    config = _small(lab, steps=40)
+    config = _small(lab, steps=40, cuda_graphs=True)
     change: dict[int, Change] = {victim: partial(gpu_changes.hang_before_replay, 3)}
     started = time.monotonic()
     outcomes = lab.train_on_ranks(config, change_of=change, seconds=_START_SECONDS)

@@ -37,7 +37,8 @@ def run_config(name: str, overrides: Sequence[str], world_size: int) -> RunConfi
     values = read_values(name, overrides, keys=KEYS, defaults=DEFAULTS)
     train, data = values["train"], values["data"]
     if values["model"].get("kind") == "encoder" and isinstance(data, dict):
-        data.setdefault("masking", {"max_predictions": 1})
+        special = {"pad_token": 0, "cls_token": 1, "sep_token": 2, "mask_token": 3}
+        data.setdefault("masking", {"max_predictions": 1, **special})
     one_micro_batch = isinstance(train, dict) and "global_batch_size" not in train
     if one_micro_batch:
         train["global_batch_size"] = train.get("micro_batch_size")
