@@ -101,7 +101,7 @@ class Heartbeat:
         wait_seconds: time in collectives and in reading of samples so far.
         measure_wait: measures the wait of a GPU's compute stream that its body launches, where a run does so.
         observer: observes the collectives that are launched; None: nothing does.
-        pending: the collective in which the device says that it waits for other ranks; else empty. Called in any thread.
+        pending: the collective in which the device says that it waits for other ranks, or empty; for any thread.
     """
 
     measure_wait: Callable[[], AbstractContextManager[None]]
