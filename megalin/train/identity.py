@@ -136,12 +136,14 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 
 def check_same_inputs(inputs: Mapping[str, IdentityEntry], data: Training) -> None:
-    """Compares `run_entries` and the training samples over the ranks: hosts may have different disks.
+    """Compares `run_entries`, but the names of GPUs, and the training samples over the ranks: hosts may have different
+    disks.
 
     Raises:
         DataError: on every rank, if they differ; names ranks, hosts and both values.
     """
-    _check_same_over_ranks({**values_of(inputs), **data.identity(_EVERY_STEP)}, DataError)
+    own = {name: entry for name, entry in inputs.items() if name != "device"}
+    _check_same_over_ranks({**values_of(own), **data.identity(_EVERY_STEP)}, DataError)
 
 
 def check_same_start(config: RunConfig) -> None:

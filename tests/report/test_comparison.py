@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -86,6 +87,15 @@ def test_keys_that_differ_are_listed(runs, tmp_path):
     text = Page(write_comparison(runs, tmp_path / "compare.html")[0].read_bytes()).text
     assert "train.steps34model.layers.0.typetnlglu" in text
     assert "model.layers.0.repeat" not in text
+
+
+def test_inputs_that_differ_are_listed(runs, tmp_path):
+    for run, torch in zip(runs, ("2.13.0", "2.11.0"), strict=True):
+        inputs = {"version of torch": torch, "mesh": "tp 1"}
+        (run / "identity.json").write_text(json.dumps({"config": {}, "inputs": inputs, "segments": []}))
+    text = Page(write_comparison(runs, tmp_path / "compare.html")[0].read_bytes()).text
+    assert "version of torch2.13.02.11.0" in text
+    assert "tp 1" not in text
 
 
 def test_curves_are_over_tokens_and_flops(runs):

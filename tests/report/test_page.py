@@ -161,6 +161,18 @@ def test_report_shows_the_content_of_the_folder(tmp_path):
         assert expected in parsed.text, expected
 
 
+def test_changes_during_the_run_are_listed(tmp_path):
+    run = write_run(tmp_path / "run")
+    identity = {"config": {}, "inputs": {}, "segments": [{"step": 2, "changes": {"optimizer.lr": [0.01, "<b>"]}}]}
+    (run / "identity.json").write_text(json.dumps(identity))
+    parsed = Page(page(read_run(run)))
+    assert_harmless(parsed)
+    assert "Changes during the run" in parsed.text
+    assert "2optimizer.lr0.01<b>" in parsed.text
+    (run / "identity.json").write_text("[]")
+    assert "identity.json: not the identity of a run; restore it" in Page(page(read_run(run))).text
+
+
 def test_losses_of_an_encoder_are_shown_separately(tmp_path):
     evaluation = EncoderEvaluation(3.0, 2.5, 0.125, 0.5, 0.75, 4.0, 1000, 50)
     lines = [{"step": 1, "loss": 3.5, "mlm_loss": 2.75, "nsp_loss": 0.75, **evaluation.metrics()}]

@@ -180,6 +180,9 @@ def test_files_of_one_host_that_differ_are_refused(tmp_path):
 
 # --- a run that goes on
 
+_SOURCES = (
+    "data.sources=[{name='train', paths=['data/train'], weight=1.0}, {name='b', paths=['data/other'], weight=1.0}]"
+)
 REPORTED = {
     "optimizer": (["optimizer.lr=0.001", "optimizer.betas=[0.9, 0.98]"], "optimizer.lr 0.01 -> 0.001"),
     "decay": (["optimizer.weight_decay=0.0"], "optimizer.weight_decay 0.1 -> 0.0"),
@@ -193,6 +196,9 @@ REFUSED = {
     "seed": (["train.seed=1"], "train.seed: 0 in the checkpoint, 1 now"),
     "batch": (["train.global_batch_size=8"], "train.global_batch_size: 4 in the checkpoint, 8 now"),
     "tokenizer": (["data.tokenizer=other.json"], "ids of the tokenizer: sha256"),
+    "sequence": (["data.sequence_length=18"], "data.sequence_length: 36 in the checkpoint, 18 now"),
+    "documents": (["data.isolate_documents=false"], "data.isolate_documents: true in the checkpoint, false now"),
+    "shares": (["data.train=[]", _SOURCES], "shares of the sources: "),
     "packing": (["data.packing=best_fit"], "data.packing: concatenate in the checkpoint, best_fit now"),
     "branch of another run": (["train.branch_from=run"], "train.branch_from: not set in the checkpoint, run now"),
     "schedule": (
@@ -200,6 +206,8 @@ REFUSED = {
         "is 0.9755 of it with this schedule over train.steps = 20",
     ),
 }
+OF_A_RESUME = ("branch of another run", "schedule")
+"""Of a run that goes on alone: a branch has a trunk and a schedule of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -219,11 +227,15 @@ def _incidents(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.parametrize("place", ["resume", "branch"])
 @pytest.mark.parametrize("name", REPORTED)
-def test_values_that_may_change_are_reported(started, tmp_path, name, monkeypatch):
+def test_values_that_may_change_are_reported(started, tmp_path, name, place, monkeypatch):
     config, run = started
     overrides, message = REPORTED[name]
-    shutil.copytree(run, tmp_path / "run")
+    if place == "resume":
+        shutil.copytree(run, tmp_path / "run")
+    else:
+        overrides = [*overrides, f"train.branch_from={run}"]
     monkeypatch.chdir(run.parent)
     with process_group(CPU):
         assert _run(config, tmp_path / "run", *overrides, "train.stop_after_steps=3") == ""
@@ -235,12 +247,18 @@ def test_values_that_may_change_are_reported(started, tmp_path, name, monkeypatc
     assert [segment["step"] for segment in record["segments"]] == [2]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_values_that_a_run_must_keep_are_refused(started, tmp_path, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*((name, "resume") for name in REFUSED), *((name, "branch") for name in REFUSED if name not in OF_A_RESUME)],
+)
+def test_values_that_a_run_must_keep_are_refused(started, tmp_path, name, place, monkeypatch):
     config, run = started
     overrides, message = REFUSED[name]
     monkeypatch.chdir(run.parent)
-    shutil.copytree(run, tmp_path / "run")
+    if place == "resume":
+        shutil.copytree(run, tmp_path / "run")
+    else:
+        overrides = [*overrides, f"train.branch_from={run}"]
     with process_group(CPU):
         error = _run(config, tmp_path / "run", *overrides, "train.stop_after_steps=3")
     assert error.startswith("ConfigError")

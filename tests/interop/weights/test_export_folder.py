@@ -24,12 +24,16 @@ def test_folder_has_a_card_and_the_modes_of_the_umask(name: str, length: int, tm
     model = write_run(tmp_path / "run", MODELS[name].table)
     lines = [{"step": 2, "loss": 3.5, "evaluation_loss": 4.25}, {"step": 3, "loss": 3.25}, {"step": 4, "loss": 1.0}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    segments = [{"step": step, "changes": {"optimizer.lr": [0.01, 0.001]}} for step in (1, 3)]
+    (tmp_path / "run/identity.json").write_text(json.dumps({"config": {}, "inputs": {}, "segments": segments}))
     export_hf(tmp_path / "run", tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
     assert f"| parameters | {model.num_parameters():,} |" in card
     assert f"| tokens | {3 * SEQUENCE_LENGTH}, in sequences of {SEQUENCE_LENGTH} |" in card
     assert "| training loss, nats a token | 3.2500 (step 3) |" in card
     assert "| held-out loss, nats a token | 4.2500 (step 2) |" in card
+    assert "| since step 1 | optimizer.lr 0.01 -> 0.001 |" in card
+    assert "since step 3" not in card  # the checkpoint is of that step
     assert "license_name: to-be-chosen" in card
     assert "`shard`" in card
     (tmp_path / "plain").touch()
