@@ -143,7 +143,7 @@ def check_same_inputs(inputs: Mapping[str, IdentityEntry], data: Training) -> No
         DataError: on every rank, if they differ; names ranks, hosts and both values.
     """
     own = {name: entry for name, entry in inputs.items() if name != "device"}
-    _check_same_over_ranks({**values_of(own), **data.identity(_EVERY_STEP)}, DataError)
+    check_same_over_ranks({**values_of(own), **data.identity(_EVERY_STEP)}, DataError)
 
 
 def check_same_start(config: RunConfig) -> None:
@@ -152,7 +152,7 @@ def check_same_start(config: RunConfig) -> None:
     Raises:
         ConfigError: on every rank, if they differ; names ranks, hosts and both values.
     """
-    _check_same_over_ranks(values_of({**program_entries(), **config_entries(config)}), ConfigError)
+    check_same_over_ranks(values_of({**program_entries(), **config_entries(config)}), ConfigError)
 
 
 def values_of(entries: Mapping[str, IdentityEntry]) -> dict[str, Any]:
@@ -160,9 +160,12 @@ def values_of(entries: Mapping[str, IdentityEntry]) -> dict[str, Any]:
     return {name: entry.value for name, entry in entries.items()}
 
 
-def _check_same_over_ranks(values: Mapping[str, Any], error: type[MegalinError]) -> None:
-    """Compares values by name over all ranks: one all-reduce of 64 bytes, and a message where they differ. Raises
-    `error` on every rank then."""
+def check_same_over_ranks(values: Mapping[str, Any], error: type[MegalinError]) -> None:
+    """Compares values by name over all ranks: one all-reduce of 64 bytes, and a message where they differ.
+
+    Raises:
+        MegalinError: `error`, on every rank, if they differ; names ranks, hosts and both values.
+    """
     if equal_over_ranks(json.dumps(values, sort_keys=True).encode()):
         return
     found = on_every_rank(lambda: (socket.gethostname(), dict(values)), tuple[str, dict[str, Any]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -41,6 +40,7 @@ from megalin.parallel.agreement import (
     rank,
     world_size,
 )
+from megalin.train.identity import check_same_over_ranks
 
 _WORDS = 4  # int64 of a sha256
 _UNREAD = torch.iinfo(torch.int64).min
@@ -139,24 +139,15 @@ class _Sharing(NamedTuple):
 
 
 def _compare_indexes(shards: Sequence[Shard], found: Sequence[ShardDigests]) -> _Sharing:
-    """Compares the .idx files and sizes over the ranks.
+    """Compares the .idx files, whose sizes are those of the .bin, over the ranks.
 
     Raises:
         DataError: on every rank, if they differ.
     """
-    sizes = [[digests.idx, digests.bin_bytes] for digests in found]
-    root = hashlib.sha256(json.dumps(sizes).encode()).digest()
-    # [ranks, 2, words]
-    gathered = gather_over_ranks(torch.stack([_words(root), _words(same_files_key(shards))]))
-    if (gathered[:, 0] != gathered[0, 0]).any():
-        counts = gather_over_ranks(torch.tensor([len(shards)])).flatten().tolist()  # those without tokens are left out
-        if len({*counts}) > 1:
-            raise DataError(f"ranks have {counts} shards with tokens, in rank order; give all ranks the same shards")
-        own = torch.stack([_words(bytes.fromhex(digests.idx)) for digests in found])
-        indexes = gather_over_ranks(own)  # [ranks, shards, words]
-        other, number, _ = (indexes != indexes[0]).nonzero()[0].tolist()  # sizes follow from the indexes
-        raise _disagreement(f"{idx_path(shards[number].prefix)}", indexes[:, number], other)
-    same = (gathered[:, 1] == gathered[rank(), 1]).all(1)
+    names = [f"{idx_path(shard.prefix).name} of shard {number}" for number, shard in enumerate(shards)]
+    check_same_over_ranks(dict(zip(names, [digests.idx for digests in found], strict=True)), DataError)
+    keys = gather_over_ranks(_words(same_files_key(shards)))  # [ranks, words]
+    same = (keys == keys[rank()]).all(1)
     return _Sharing(int(same[: rank()].sum()), int(same.sum()))
 
 

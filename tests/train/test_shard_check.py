@@ -140,7 +140,7 @@ def _ranks(folder: Path, case: str) -> list[str]:
             "bin",
             r"x\.bin: block 1 \(bytes 64 to 128\) has sha256 \w+ on rank 2, but \w+ on rank [01]; give all 3",
         ),
-        ("idx", r"x\.idx has sha256 \w+ on rank 2, but \w+ on rank 0; give all 3 ranks the same shards"),
+        ("idx", r"rank 2 \(\S+\) has x\.idx of shard 0 = sha256 \w+\.\.\., rank 0"),
         ("EIO", r"rank 1: x\.bin: cannot be read"),
     ],
 )
