@@ -74,10 +74,10 @@ def _is_module_name(name: str) -> bool:
 def imported_mixers(packages: Sequence[str]) -> Iterator[None]:
     """Context manager that adds packages to MEGALIN_MIXERS, of this process and of those that it starts."""
     before = os.environ.get(VARIABLE)
-    if packages:
-        os.environ[VARIABLE] = ",".join([*packages, *([before] if before else [])])
-        _packages_of_environment()
     try:
+        if packages:
+            os.environ[VARIABLE] = ",".join([*packages, *([before] if before else [])])
+            _packages_of_environment()
         yield
     finally:
         if packages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_a_command_line_names_the_module(config, mark):
 @pytest.mark.parametrize("name", ["../downloaded", "downloaded-1", "."])
 def test_names_that_are_no_packages_are_refused(name, trained, fails):
     assert f"{name!r} is no name of a package" in fails(2, "report", trained, "--mixers", name)
+    assert VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize(("name", "problem"), [(".x", "dotted name"), ("a..b", "dotted name"), ("torch.nn", "")])
