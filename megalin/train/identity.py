@@ -13,6 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,16 +235,16 @@ def _cut(lines: list[str]) -> str:
 @functools.cache
 def _built_from(extension: str) -> str | None:
     """sha256 of the sources that an extension was compiled from; None where it is not installed. Raises ConfigError if
-    those of a checkout are others."""
+    those of a checkout, where they can be read, are others."""
     if importlib.util.find_spec(f"megalin.{extension}") is None:
         return None
     built: str = importlib.import_module(f"megalin.{extension}").sources
     folder = Path(megalin.__file__).resolve().parents[1] / _EXTENSIONS[extension]
-    if folder.is_dir():  # as setup.py does
-        contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+    with suppress(FileNotFoundError, PermissionError):
+        contents = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))  # as in setup.py
         if hashlib.sha256(contents).hexdigest() != built:
             raise ConfigError(
-                f"{extension} was compiled from other sources than {folder} has; compile it: make install"
+                f"megalin.{extension} was compiled from other sources than {folder} has; compile it: make install"
             )
     return built
 

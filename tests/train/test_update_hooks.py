@@ -268,6 +268,8 @@ def test_a_hook_whose_state_is_saved_in_part_is_refused(config, folders):
 class EagerGraph:
     """Stand-in for the CUDA graph of a step on a CPU: the same interface, run eagerly."""
 
+    is_captured = False
+
     def __init__(
         self, model: Any, mesh: Mesh, loss_scale: Tensor | None, *, automatic: bool, reads_documents: bool
     ) -> None:
