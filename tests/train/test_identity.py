@@ -265,6 +265,18 @@ def test_values_that_a_run_must_keep_are_refused(started, tmp_path, name, place,
     assert message in error
 
 
+def test_another_build_of_the_extension_is_reported_and_another_packing_refused(tmp_path):
+    config, run = write_config(tmp_path, data={"packing": "best_fit"}), tmp_path / "run"
+    with process_group(CPU):
+        train_here(config, run, STOP)
+        with patch.object(packed, "pack_window", _other_packing):
+            assert "some samples of the sources, by sha256: " in _run(config, run)
+        with patch.object(identity, "_built_from", lambda name: "0" * 64):
+            assert _run(config, run, "train.stop_after_steps=3") == ""
+    (line,) = _incidents(run, "changed")
+    assert "sources of megalin._index sha256" in line["message"]
+
+
 def test_changes_accumulate_over_starts_and_branches(started, tmp_path):
     config, run = started
     shutil.copytree(run, tmp_path / "run")
