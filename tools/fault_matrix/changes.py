@@ -363,10 +363,10 @@ def stuck_reads(after: int) -> None:
 
 def slow_phases(seconds: float) -> None:
     """Opening the data, every step, every evaluation and every save take this time longer."""
-    from megalin.train import loop, saves
+    from megalin.train import loop, run_data, saves
 
     slow_steps(seconds)
-    for owner, name in ((loop.TrainingLoop, "_open_data"), (loop, "evaluate"), (saves, "save_now")):
+    for owner, name in ((run_data, "_open"), (loop, "evaluate"), (saves, "save_now")):
         setattr(owner, name, _delayed(getattr(owner, name), seconds))
 
 
