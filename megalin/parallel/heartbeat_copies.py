@@ -36,14 +36,13 @@ def read_heartbeats(path: Path) -> HeartbeatFile:
         StorageError: there are none, or the processes that had them in memory have ended or run on another host.
     """
     try:
-        pointer = _POINTER.fullmatch(read_limited(path, limit_bytes=_POINTER_BYTES, follow_links=False))
-        if pointer is not None:
-            place, name = os.fsdecode(pointer[1]), os.fsdecode(pointer[2])
-            if not os.readlink(place).startswith(f"/memfd:{name}"):
-                raise StorageError(f"{path}: the process with these heartbeats has ended; start the run again")
-            return HeartbeatFile.open(place, writable=False)
-    except FileTooLargeError:
-        pass  # a copy
+        with contextlib.suppress(FileTooLargeError):  # a copy is larger
+            pointer = _POINTER.fullmatch(read_limited(path, limit_bytes=_POINTER_BYTES, follow_links=False))
+            if pointer is not None:
+                place, name = os.fsdecode(pointer[1]), os.fsdecode(pointer[2])
+                if not os.readlink(place).startswith(f"/memfd:{name}"):
+                    raise StorageError(f"{path}: the process with these heartbeats has ended; start the run again")
+                return HeartbeatFile.open(place, writable=False)
     except OSError as error:
         raise StorageError(f"cannot read the heartbeats {path}: {error}; start the run again") from None
     return HeartbeatFile.open(path, writable=False)

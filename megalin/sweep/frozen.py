@@ -31,10 +31,10 @@ def freeze(sweep: Sweep, folder: Path, *, restart_changed: bool) -> tuple[Sweep,
     Runs may be added; those of the plan stay as they were.
 
     Args:
-        restart_changed: runs that an edited file changes begin anew: their folders are removed.
+        restart_changed: removes the folders of runs that an edited file changes, which start from scratch.
 
     Returns:
-        The sweep, whose runs read the copy of their config, and the names of the runs that begin anew.
+        The sweep, whose runs read the copy of their config, and the names of the runs that start from scratch.
 
     Raises:
         ConfigError: a run of the plan would change, without `restart_changed`.
@@ -48,7 +48,7 @@ def freeze(sweep: Sweep, folder: Path, *, restart_changed: bool) -> tuple[Sweep,
         kept = {**before, "runs": {name: before["runs"][name] for name in sorted(shared)}}
         found = {**now, "runs": {name: now["runs"][name] for name in sorted(shared)}}
         try:
-            remedy = f"give another --folder than {folder}, or start what it changes anew with --restart-changed"
+            remedy = f"give another --folder than {folder}, or restart what it changes with --restart-changed"
             refuse_changes(kept, found, sweep.path, f"sweep in {folder}", remedy)
         except ConfigError:
             if not restart_changed:

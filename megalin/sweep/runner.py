@@ -129,7 +129,7 @@ def run_sweep(
         processes: runs at a time. With several GPUs they are divided over them.
         time_limit: seconds after which running ones are asked to save and end; None: no limit. After the first one, no
             run starts that would not end in this time by the duration of those before it.
-        restart_changed: runs that an edit of the files changes since the sweep began are removed, and begin anew.
+        restart_changed: removes runs that an edit of the files changes, which then start from scratch.
         on_result: called with each result, the number of runs without one, and all results.
 
     Raises:

@@ -50,7 +50,7 @@ class Resumption(NamedTuple):
     """Start of a run from a checkpoint, or from none."""
 
     inputs: Mapping[str, IdentityEntry]
-    """The identity of the run beside config and samples."""
+    """The identity of the run besides config and samples."""
     checkpoint: Checkpoint | None = None
     segment: Segment | None = None
     """Values that differ from those of the steps before, none of which is refused; None without any."""
@@ -77,7 +77,7 @@ def find_checkpoint(root: Path, config: RunConfig, data: Training, inputs: Mappi
     is built: its model, its number of steps, and the recorded identity of the run.
 
     Args:
-        inputs: the identity beside config and samples (`identity.run_entries`).
+        inputs: the identity besides config and samples (`identity.run_entries`).
 
     Raises:
         ConfigError: on every rank, a checkpoint whose run had another value that is refused, such as another order of

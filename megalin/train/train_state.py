@@ -43,7 +43,7 @@ class TrainState(Config):
     versions: dict[str, str]
     """Versions of the libraries."""
     inputs: dict[str, Any] = pydantic.Field(default={})
-    """The identity of the run beside config and samples (`identity.run_entries`)."""
+    """The identity of the run besides config and samples (`identity.run_entries`)."""
     segments: list[Segment] = pydantic.Field(default=[])
     """Starts from a checkpoint at which values changed, in order."""
     source: dict[str, str] | None = None

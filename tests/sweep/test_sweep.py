@@ -277,7 +277,7 @@ EDITS = {
 
 @pytest.mark.usefixtures("stub")
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_files_are_refused_or_begin_what_they_change_anew(tmp_path, edit):
+def test_edited_files_are_refused_or_restart_what_they_change(tmp_path, edit):
     name, before, now, message = EDITS[edit]
     axes = {"rate": {"0.1": ["optimizer.lr=0.1"]}, "seed": {"a": ["train.seed=1"]}}
     path = write_sweep(tmp_path, axes=axes, better="higher", stop={"reached": 9.0})

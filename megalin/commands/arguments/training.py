@@ -42,8 +42,8 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time (1); GPUs are shared among them")
     limit = "then save and end the runs in progress; no run starts that would not end in time"
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=limit)
-    anew = "begin runs anew that an edit of the sweep's files changes, and remove their folders (refused without)"
-    parser.add_argument("--restart-changed", action="store_true", help=anew)
+    restart = "remove the runs that an edit of the sweep's files changes, and start them from scratch (else refused)"
+    parser.add_argument("--restart-changed", action="store_true", help=restart)
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, after each result")
 
 
