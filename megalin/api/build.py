@@ -11,7 +11,7 @@ import torch
 from megalin.api.arguments import ModelSource, read_device, read_dtype, read_model
 from megalin.api.causal_lm import CausalLM
 from megalin.config import suggest
-from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.data.tokenizers.tokenizer import tokenizer_of
 from megalin.errors import ConfigError
 from megalin.generation import DtypeName, cast_weights
 from megalin.generation.load import load_whole_model, max_positions
@@ -101,7 +101,7 @@ def load(
         raise ConfigError(f"{folder}: not a run folder, it has no {CONFIG_NAME}; give one that `megalin train` made")
     run, checkpoint = open_run(folder, step=step, mixers=mixers)
     config, place = _decoder(run.model, f"{folder}: its model"), read_device(device)
-    tokenizer = None if run.data.tokenizer is None else load_tokenizer(run.data.tokenizer, run.data.eod_token)
+    tokenizer = tokenizer_of(run.data)
     model = load_whole_model(config, run.train, checkpoint, place, dtype=None if dtype is None else read_dtype(dtype))
     return CausalLM(
         model,

@@ -13,6 +13,7 @@ from megalin.data.config import SplitName
 from megalin.data.loader import ValidationLoader
 from megalin.data.shards.indexed_dataset import bin_path
 from megalin.data.sources import open_dataset
+from megalin.data.tokenizers.tokenizer import tokenizer_of
 from megalin.errors import ConfigError
 from megalin.model.build import check_divisions
 from megalin.parallel.config import ParallelConfig
@@ -97,7 +98,7 @@ def evaluate_split(
     Raises:
         DataError: data or tokenizer is invalid or missing.
     """
-    token_bytes = bytes_per_token(config.data)
+    token_bytes = bytes_per_token(tokenizer_of(config.data))
     with open_dataset(config.data, split, config.model.vocab_size, config.train.seed, paths) as dataset:
         loader: ValidationLoader[Any] = ValidationLoader(
             dataset,

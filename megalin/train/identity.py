@@ -1,7 +1,7 @@
 """Identity of a run: the values that decide its numbers, by name, each with the consequence of another value.
 
 A run compares them between its ranks at the start, and with the record of the checkpoint from which it goes on. A key
-of the config declares its consequence beside itself (`Config.on_change`, `OnChange`); the others are declared here.
+of the config declares its consequence in its class (`Config.on_change`, `OnChange`); the others are declared here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import megalin
 from megalin.config import Change, Config, OnChange, translate_renamed
 from megalin.data.sources import Dataset, Training, sample_digest
 from megalin.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megalin.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import ConfigError, DataError, MegalinError
 from megalin.model.config import AnyModelConfig, StackConfig
 from megalin.parallel.agreement import equal_over_ranks, on_every_rank
@@ -115,14 +115,13 @@ def program_entries() -> dict[str, IdentityEntry]:
     return {name: IdentityEntry(value, "reported") for name, value in found.items()}
 
 
-def run_entries(config: RunConfig, validation: Dataset[Any] | None, mesh: Mesh) -> dict[str, IdentityEntry]:
-    """The values of a run beside its config and training samples: program, mesh, device, ids of the tokenizer, and the
+def run_entries(tokenizer: Tokenizer | None, validation: Dataset[Any] | None, mesh: Mesh) -> dict[str, IdentityEntry]:
+    """The values of a run besides its config and training samples: program, mesh, device, ids of the tokenizer, and the
     validation split."""
     found = program_entries()
     axes = f"tp {mesh.tp.size}, cp {mesh.cp.size}, pp {mesh.pp.size}, dp {mesh.samples.size}"
     found |= {"mesh": IdentityEntry(axes, "reported"), "device": IdentityEntry(device_name(mesh.device), "reported")}
-    if config.data.tokenizer is not None:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
+    if tokenizer is not None:
         found["ids of the tokenizer"] = IdentityEntry(tokenizer_digest(tokenizer), "refused")
     if validation is not None:
         found["some samples of the validation split"] = IdentityEntry(sample_digest(validation), "reported")

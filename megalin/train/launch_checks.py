@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megalin.data.datasets.megatron import check_megatron_seed
 from megalin.data.datasets.token import check_tokenizer
 from megalin.data.masking import resolve_tokens
-from megalin.data.tokenizers.tokenizer import BYTES, load_tokenizer
+from megalin.data.tokenizers.tokenizer import BYTES, tokenizer_of
 from megalin.errors import ConfigError, MegalinError
 from megalin.model.build import check_divisions, make_model
 from megalin.model.config import AnyModelConfig
@@ -114,7 +114,7 @@ def _check_data(config: RunConfig) -> None:
         return
     check_tokenizer(data, vocab_size)
     if data.masking is not None:
-        tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, data.eod_token)
+        tokenizer = tokenizer_of(data)
         resolve_tokens(data.masking, tokenizer, vocab_size)
 
 

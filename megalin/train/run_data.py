@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megalin.data.missing_files import check_files
 from megalin.data.sources import Dataset, Training, open_dataset, open_training
+from megalin.data.tokenizers.tokenizer import tokenizer_of
 from megalin.parallel.agreement import on_every_rank
 from megalin.parallel.mesh import Mesh
 from megalin.slow_work import slow_work
@@ -25,7 +26,7 @@ class RunData(NamedTuple):
     token_bytes: TokenBytes | None
     """As of `bytes_per_token`."""
     inputs: Mapping[str, IdentityEntry]
-    """The run's identity beside its config and training samples."""
+    """The run's identity besides its config and training samples."""
     shards: VerifiedShards
 
 
@@ -64,4 +65,5 @@ def _open(
         folder=run.path,
     )
     validation = open_dataset(data, "validation", vocab_size, train.seed) if data.has("validation") else None
-    return training, validation, bytes_per_token(data), run_entries(config, validation, mesh)
+    tokenizer = tokenizer_of(data)
+    return training, validation, bytes_per_token(tokenizer), run_entries(tokenizer, validation, mesh)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalin.data.batch import AnyBatch, Batch, EncoderBatch, batch_to, split_tokens
-from megalin.data.config import DataConfig
-from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.data.tokenizers.tokenizer import Tokenizer
 from megalin.errors import DataError
 from megalin.model.encoder import Encoder
 from megalin.model.language_model import LanguageModel
@@ -189,14 +188,13 @@ class TokenBytes(NamedTuple):
     """Parts of the tokenizer that change a text before it has ids (`Tokenizer.altered`)."""
 
 
-def bytes_per_token(data: DataConfig) -> TokenBytes | None:
+def bytes_per_token(tokenizer: Tokenizer | None) -> TokenBytes | None:
     """Bytes that each id decodes to; None without a tokenizer.
 
     Also None, with a warning, for a tokenizer whose ids have no fixed number of bytes: bits per byte are then left out.
     """
-    if data.tokenizer is None:
+    if tokenizer is None:
         return None
-    tokenizer = load_tokenizer(data.tokenizer, data.eod_token)
     try:
         return TokenBytes(torch.from_numpy(tokenizer.token_bytes()), tokenizer.altered)
     except DataError as error:

@@ -20,6 +20,7 @@ import megalin._index
 from megalin.config import Config
 from megalin.data.datasets import packed
 from megalin.data.shards.label_mask import LabelMaskWriter
+from megalin.data.tokenizers.tokenizer import load_tokenizer
 from megalin.errors import ConfigError, MegalinError
 from megalin.layers.config import config_class, mixer_types
 from megalin.parallel.agreement import rank
@@ -348,9 +349,11 @@ def test_difference_between_ranks_is_named_with_its_values(tmp_path):
 def test_tokenizers_that_differ_in_form_alone_are_the_same(tmp_path):
     _tokenizer(tmp_path / "a.json", first="a", second="b")
     text = (tmp_path / "a.json").read_text()
-    (tmp_path / "b.json").write_text(json.dumps(json.loads(text), indent=2))
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padding |= {"pad_type_id": 0, "pad_token": "a"}  # which no run applies
+    (tmp_path / "b.json").write_text(json.dumps(json.loads(text) | {"padding": padding}, indent=2))
     _tokenizer(tmp_path / "c.json", first="b", second="a")
-    same, other, swapped = (identity.load_tokenizer(str(tmp_path / f"{name}.json")) for name in "abc")
+    same, other, swapped = (load_tokenizer(str(tmp_path / f"{name}.json")) for name in "abc")
     assert same.digest != other.digest
     digests = [identity.tokenizer_digest(each) for each in (same, other, swapped)]
     assert digests[0] == digests[1] != digests[2]

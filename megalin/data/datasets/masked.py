@@ -17,7 +17,7 @@ from megalin.data.datasets.documents import find_documents
 from megalin.data.datasets.token import open_parts, refuse_label_masks
 from megalin.data.masking import Draws, MaskedSample, Vocabulary, mask, resolve_tokens
 from megalin.data.shards.indexed_dataset import Shard
-from megalin.data.tokenizers.tokenizer import load_tokenizer
+from megalin.data.tokenizers.tokenizer import tokenizer_of
 from megalin.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class MaskedDataset:
         masking = config.masking
         assert masking is not None
         paths = config.paths(split) if paths is None else paths
-        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer, config.eod_token)
+        tokenizer = tokenizer_of(config)
         with ExitStack() as stack:
             parts = open_parts(config, split, vocab_size, paths, stack)
             refuse_label_masks(parts, "data.masking")

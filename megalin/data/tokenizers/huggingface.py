@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         if data is None:
             data = read_input(path, limit_bytes=FILE_LIMIT_BYTES, remedy="give the path of a tokenizer.json")
         self.path = path
-        self.digest = hashlib.sha256(data).hexdigest()
+        self.digest, self._data = hashlib.sha256(data).hexdigest(), data
         try:
             with panics_as_data_errors(path):
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
@@ -117,8 +117,14 @@ class HuggingFaceTokenizer:
 
     @property
     def definition(self) -> str:
-        """The content of the file as JSON in one form: vocabulary, merges, special tokens, normalizer and the rest."""
-        return json.dumps(json.loads(self._tokenizer.to_str()), sort_keys=True)
+        """The parts of the file that decide ids, as JSON in one form, whatever the version of the library that wrote
+        the file or reads it."""
+        content = json.loads(self._data)
+        model = content["model"]
+        if "merges" in model:  # written as "a b" or as ["a", "b"]
+            model["merges"] = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
+        parts = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "model")
+        return json.dumps({name: content.get(name) for name in parts}, sort_keys=True)
 
     def encode(self, text: str) -> list[int]:
         with panics_as_data_errors(self.path):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megalin.data.config import DataConfig
 from megalin.data.tokenizers.formats import END_OF_DOCUMENT as END_OF_DOCUMENT
 from megalin.data.tokenizers.formats import (
     FILE_LIMIT_BYTES,
@@ -122,6 +123,11 @@ def load_tokenizer(path: str, eod_token: EodToken | None = None, *, special_toke
         As `TokenizerFiles.load`.
     """
     return tokenizer_files(path)._replace(eod_token=eod_token, special_tokens=special_tokens).load()
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer | None:
+    """The tokenizer of a run's data; None where the config names none. Raises as `load_tokenizer`."""
+    return None if config.tokenizer is None else load_tokenizer(config.tokenizer, config.eod_token)
 
 
 def tokenizer_files(path: str) -> TokenizerFiles:

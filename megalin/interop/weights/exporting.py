@@ -19,7 +19,7 @@ from megalin.checkpoint.manifest import Checkpoint
 from megalin.checkpoint.tensors import OPTIMIZER_PREFIX, weights
 from megalin.data.tokenizers.formats import TOKENIZER_FILE, TOKENIZER_SETTINGS
 from megalin.data.tokenizers.special_tokens import special_tokens_of
-from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_of
 from megalin.errors import CheckpointError, ConfigError, StorageError
 from megalin.generation.decoder import grows
 from megalin.interop.weights import model_card as cards
@@ -65,7 +65,7 @@ def export_hf(
     layout = layout_of_model(config.model, form)
     model = LanguageModel(config.model)
     _check_tensors(checkpoint, model)
-    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer, config.data.eod_token)
+    tokenizer = tokenizer_of(config.data)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)

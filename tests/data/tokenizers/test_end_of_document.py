@@ -14,7 +14,7 @@ from tokenizers import models, processors
 from megalin.data.config import DataConfig
 from megalin.data.datasets.token import open_parts
 from megalin.data.shards.indexed_dataset import Shard
-from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megalin.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer, tokenizer_of
 from megalin.errors import ConfigError, DataError
 from megalin.generation.prompts import encode_prompts
 from megalin.train.validation import bytes_per_token
@@ -127,5 +127,5 @@ def test_preprocess_writes_the_ids_of_megatron(folder: Path, caplog: pytest.LogC
 
 def test_bits_per_byte_are_left_out_where_ids_have_no_fixed_bytes(folder: Path, caplog: pytest.LogCaptureFixture):
     data = DataConfig(train=["x"], sequence_length=8, tokenizer=str(folder), eod_token="</s>")
-    assert bytes_per_token(data) is None
+    assert bytes_per_token(tokenizer_of(data)) is None
     assert "no bits per byte" in caplog.text
