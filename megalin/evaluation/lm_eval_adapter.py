@@ -31,8 +31,6 @@ MAX_NEW_TOKENS = 256
 _SAMPLING_KEYS = frozenset(
     {"until", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_gen_toks"}
 )
-
-
 _log = logging.getLogger(__name__)
 
 

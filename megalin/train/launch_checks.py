@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from megalin.data.datasets.megatron import check_megatron_seed
 from megalin.data.datasets.token import check_tokenizer
 from megalin.data.masking import resolve_tokens
-from megalin.data.tokenizers.tokenizer import BYTES, tokenizer_of
+from megalin.data.tokenizers.tokenizer import BYTES
 from megalin.errors import ConfigError, MegalinError
 from megalin.model.build import check_divisions, make_model
 from megalin.model.config import AnyModelConfig
@@ -112,9 +112,8 @@ def _check_data(config: RunConfig) -> None:
         check_megatron_seed(config.train.seed)
     if data.tokenizer not in (None, BYTES):
         return
-    check_tokenizer(data, vocab_size)
+    tokenizer = check_tokenizer(data, vocab_size)
     if data.masking is not None:
-        tokenizer = tokenizer_of(data)
         resolve_tokens(data.masking, tokenizer, vocab_size)
 
 
